@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRITON: our kernels, for every GPU from sm_80 on. Decode rows and prefill chunks of one step each take one pass."""
+
+import torch
+from torch import Tensor
+
+from headrace.attention.base import CAPABILITIES, DTYPES, AttentionMetadata, AttentionNeed
+from headrace.kernels.attention_decode import DecodePlan, num_programs, paged_decode, plan_decode
+from headrace.kernels.attention_prefill import paged_prefill
+from headrace.kernels.attention_tile import decode_tile, prefill_tile, shared_memory
+
+
+class TritonAttention:
+    """One layer's attention by Triton kernels. Never waits for the GPU; grids follow host-side counts alone."""
+
+    name = "TRITON"
+    capability = CAPABILITIES["TRITON"]
+
+    def __init__(self, need: AttentionNeed, device: torch.device | None = None) -> None:
+        self.need = need
+        self.dtype = DTYPES[need.dtype]
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        element_size = DTYPES[need.kv_dtype].itemsize
+        shared = shared_memory(device)
+        self.programs = num_programs(device)
+        self.prefill_tile = prefill_tile(need.head_dim, element_size, shared)
+        self.decode_tile = decode_tile(need.head_dim, element_size, need.num_q_heads // need.num_kv_heads, shared)
+        self.plan_key = ("TRITON", need.window, need.num_q_heads, need.num_kv_heads, need.head_dim)
+
+    def decode_plan(self, metadata: AttentionMetadata) -> DecodePlan:
+        """The step's plan, made by the first layer of this shape."""
+        plan: DecodePlan | None = metadata.plans.get(self.plan_key)
+        if plan is None:
+            need = self.need
+            plan = plan_decode(
+                metadata.seq_lens,
+                metadata.num_decode_rows,
+                need.num_q_heads,
+                need.num_kv_heads,
+                need.head_dim,
+                need.window,
+                self.programs,
+            )
+            metadata.plans[self.plan_key] = plan
+        return plan
+
+    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        need = self.need
+        out = torch.empty(q.shape[0], need.num_q_heads * need.head_dim, dtype=self.dtype, device=q.device)
+        table, starts, lens = metadata.block_tables[group], metadata.query_start_loc, metadata.seq_lens
+        num_decode_rows = metadata.num_decode_rows
+        if num_decode_rows:
+            plan = self.decode_plan(metadata)
+            paged_decode(
+                q, kv_cache, out, plan, table, starts, lens, need.scale, need.window, need.softcap, self.decode_tile
+            )
+        if metadata.num_rows > num_decode_rows:
+            paged_prefill(
+                q,
+                kv_cache,
+                out,
+                table,
+                starts,
+                lens,
+                num_decode_rows,
+                metadata.num_rows,
+                metadata.num_tokens - num_decode_rows,
+                need.scale,
+                need.window,
+                need.softcap,
+                self.prefill_tile,
+            )
+        return out

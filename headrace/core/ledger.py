@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory arithmetic: weights + activations + KV + reserve = one device.
+
+The same sums serve the start of a worker (with measured bytes) and `headrace doctor` (with predicted ones). Nothing is
+clamped silently: `auto` values adapt and the ledger says to what; an explicit value that does not fit is an error
+with the smallest changes that would make it fit.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headrace.errors import ConfigError
+
+GIB = 2**30
+DEFAULT_RESERVE_BYTES = GIB
+MIN_AUTO_SEQ_LEN = 512
+"""`max_seq_len: auto` does not adapt below this (or below the model's own, where that is less)."""
+NUM_CHANGES_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Bytes of one device, and who needs how many."""
+
+    total_bytes: int
+    weight_bytes: int
+    activation_bytes_per_token: int
+    """Peak of a step, for each of its `max_num_tokens`."""
+    kv_bytes_per_block: int
+    """One block of every KV group."""
+    tokens_per_block: int
+    fixed_bytes: int = 0
+    """Request rows, workspaces, graphs: what does not grow with the tokens of a step."""
+    other_bytes: int = 0
+    """In use before the start, by other processes and by the driver."""
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES
+    device: str = "the device"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWish:
+    """The settings that share the memory out. None is `auto`."""
+
+    max_seq_len: int | None
+    model_max_seq_len: int
+    max_num_tokens: int
+    min_num_tokens: int = 1
+    """The least `max_num_tokens` may be lowered to: `max_batch_size`."""
+    free_memory_fraction: float | None = None
+    """Share of what is left after load that goes to the KV cache; None: all but the reserve."""
+    max_kv_tokens: int | None = None
+    """kv_cache_config.max_tokens."""
+    kv_dtype: str = "auto"
+    kv_bytes_per_block_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    """Other values of kv_cache_config.dtype that would work here, and what a block would then take."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLedger:
+    """How the memory is shared out."""
+
+    needs: MemoryNeeds
+    wish: MemoryWish
+    left_bytes: int
+    """After weights, activations and fixed bytes; the reserve is still in it."""
+    kv_bytes: int
+    num_blocks: int
+    max_seq_len: int
+    notes: tuple[str, ...] = ()
+    """What `auto` chose, a sentence each."""
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_blocks * self.needs.tokens_per_block
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.needs.kv_bytes_per_block // self.needs.tokens_per_block
+
+    def lines(self, measured: MemoryNeeds | None = None) -> list[str]:
+        """The ledger as a table, for a terminal; with `measured`, predicted and measured side by side."""
+        columns = [self.needs] if measured is None else [self.needs, measured]
+        heads = "".join(f"{name:>12}" for name in (["GiB"] if measured is None else ["predicted", "measured"]))
+        rows = [f"{'memory of ' + self.needs.device:<36}{heads}"]
+        for label, values in self._entries(columns):
+            rows.append(f"{label:<36}" + "".join(f"{value / GIB:12.2f}" for value in values))
+        rows.append(
+            f"KV cache: {self.num_blocks:,} blocks of {self.needs.tokens_per_block} tokens = {self.num_kv_tokens:,} "
+            f"tokens of {self.kv_bytes_per_token / 1024:,.1f} KiB; max_seq_len {self.max_seq_len:,}, "
+            f"{self.num_kv_tokens // self.max_seq_len:,} requests of that length at once"
+        )
+        return rows + list(self.notes)
+
+    def _entries(self, columns: list[MemoryNeeds]) -> list[tuple[str, list[int]]]:
+        num_tokens = self.wish.max_num_tokens
+        left_over = self.left_bytes - self.kv_bytes
+        return [
+            ("  total", [each.total_bytes for each in columns]),
+            ("- in use before the start", [each.other_bytes for each in columns]),
+            ("- weights", [each.weight_bytes for each in columns]),
+            (
+                f"- activations ({num_tokens:,} tokens)",
+                [each.activation_bytes_per_token * num_tokens for each in columns],
+            ),
+            ("- request rows and workspaces", [each.fixed_bytes for each in columns]),
+            ("- KV cache", [self.kv_bytes] * len(columns)),
+            ("= left over", [left_over] * len(columns)),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of one setting that makes things fit by itself."""
+
+    sentence: str
+    factor: float
+    """How large a change it is: the larger value over the smaller one."""
+
+
+def plan_memory(needs: MemoryNeeds, wish: MemoryWish) -> MemoryLedger:
+    """Share the memory out.
+
+    Raises:
+        ConfigError: an explicit max_seq_len, or the least that `auto` may choose, does not fit. The message holds the
+            ledger and the three smallest changes that would make it fit.
+    """
+    left = _left_bytes(needs, wish.max_num_tokens)
+    num_blocks = _num_blocks(needs, wish, left)
+    num_tokens = num_blocks * needs.tokens_per_block
+    max_seq_len = wish.max_seq_len if wish.max_seq_len is not None else min(wish.model_max_seq_len, num_tokens)
+    notes: tuple[str, ...] = ()
+    if wish.max_seq_len is None and max_seq_len < wish.model_max_seq_len:
+        notes = (
+            f"max_seq_len is auto: {max_seq_len:,} of the model's {wish.model_max_seq_len:,} tokens, "
+            "which is what the KV cache holds.",
+        )
+    ledger = MemoryLedger(
+        needs, wish, left, num_blocks * needs.kv_bytes_per_block, num_blocks, max(1, max_seq_len), notes
+    )
+    least = wish.max_seq_len or min(wish.model_max_seq_len, MIN_AUTO_SEQ_LEN)
+    if num_tokens < least:
+        raise ConfigError(_does_not_fit(ledger, least), param="max_seq_len")
+    return ledger
+
+
+def changes_that_fit(ledger: MemoryLedger, seq_len: int) -> list[Change]:
+    """Single changes after each of which a request of `seq_len` tokens fits, the smallest first."""
+    candidates = [
+        _shorter(ledger, seq_len),
+        _more_kv_tokens(ledger, seq_len),
+        _smaller_steps(ledger, seq_len),
+        _larger_fraction(ledger, seq_len),
+        _less_used_by_others(ledger, seq_len),
+        _larger_device(ledger, seq_len),
+        *_smaller_dtypes(ledger, seq_len),
+    ]
+    return sorted((each for each in candidates if each is not None), key=lambda each: each.factor)
+
+
+# Inside: one function per change, None where it cannot help by itself
+
+
+def _left_bytes(needs: MemoryNeeds, max_num_tokens: int) -> int:
+    taken = needs.other_bytes + needs.weight_bytes + needs.fixed_bytes
+    return needs.total_bytes - taken - needs.activation_bytes_per_token * max_num_tokens
+
+
+def _num_blocks(needs: MemoryNeeds, wish: MemoryWish, left: int) -> int:
+    fraction = wish.free_memory_fraction
+    room = left - needs.reserve_bytes if fraction is None else int(left * fraction)
+    num_blocks = max(0, room) // needs.kv_bytes_per_block
+    if wish.max_kv_tokens is not None:
+        num_blocks = min(num_blocks, -(-wish.max_kv_tokens // needs.tokens_per_block))
+    return num_blocks
+
+
+def _needed_bytes(ledger: MemoryLedger, seq_len: int) -> int:
+    return -(-seq_len // ledger.needs.tokens_per_block) * ledger.needs.kv_bytes_per_block
+
+
+def _needed_left_bytes(ledger: MemoryLedger, seq_len: int) -> int:
+    """What must be left after load for the KV cache to get what it needs."""
+    needed, fraction = _needed_bytes(ledger, seq_len), ledger.wish.free_memory_fraction
+    return needed + ledger.needs.reserve_bytes if fraction is None else math.ceil(needed / fraction) + 1
+
+
+def _is_capped(ledger: MemoryLedger, seq_len: int) -> bool:
+    """Whether kv_cache_config.max_tokens alone forbids `seq_len`."""
+    return ledger.wish.max_kv_tokens is not None and ledger.wish.max_kv_tokens < seq_len
+
+
+def _shorter(ledger: MemoryLedger, seq_len: int) -> Change | None:
+    if ledger.wish.max_seq_len is None or ledger.num_kv_tokens == 0:
+        return None
+    return Change(
+        f"lower max_seq_len from {seq_len:,} to {ledger.num_kv_tokens:,} or auto", seq_len / ledger.num_kv_tokens
+    )
+
+
+def _more_kv_tokens(ledger: MemoryLedger, seq_len: int) -> Change | None:
+    cap = ledger.wish.max_kv_tokens
+    if cap is None or cap >= seq_len or ledger.left_bytes < _needed_left_bytes(ledger, seq_len):
+        return None
+    return Change(f"raise kv_cache_config.max_tokens from {cap:,} to {seq_len:,}", seq_len / max(cap, 1))
+
+
+def _smaller_steps(ledger: MemoryLedger, seq_len: int) -> Change | None:
+    wish, per_token = ledger.wish, ledger.needs.activation_bytes_per_token
+    if per_token == 0 or _is_capped(ledger, seq_len):
+        return None
+    short = _needed_left_bytes(ledger, seq_len) - ledger.left_bytes
+    fitting = wish.max_num_tokens - -(-short // per_token)
+    if fitting < wish.min_num_tokens:
+        return None
+    return Change(
+        f"lower max_num_tokens from {wish.max_num_tokens:,} to {fitting:,}", wish.max_num_tokens / max(fitting, 1)
+    )
+
+
+def _larger_fraction(ledger: MemoryLedger, seq_len: int) -> Change | None:
+    needed, left, old = _needed_bytes(ledger, seq_len), ledger.left_bytes, ledger.wish.free_memory_fraction
+    if left < needed or _is_capped(ledger, seq_len):
+        return None
+    new = min(1.0, math.ceil((needed + 1) / left * 1000) / 1000)
+    now = "auto" if old is None else f"{old:g}"
+    before = old if old is not None else max(left - ledger.needs.reserve_bytes, 1) / left
+    return Change(f"raise kv_cache_config.free_gpu_memory_fraction from {now} to {new:g}", new / before)
+
+
+def _less_used_by_others(ledger: MemoryLedger, seq_len: int) -> Change | None:
+    short = _needed_left_bytes(ledger, seq_len) - ledger.left_bytes
+    other = ledger.needs.other_bytes
+    if _is_capped(ledger, seq_len) or not 0 < short < other:
+        return None
+    return Change(
+        f"free {short / GIB:.2f} of the {other / GIB:.2f} GiB that other processes use", other / (other - short)
+    )
+
+
+def _larger_device(ledger: MemoryLedger, seq_len: int) -> Change | None:
+    total = ledger.needs.total_bytes
+    needed = total + _needed_left_bytes(ledger, seq_len) - ledger.left_bytes
+    if _is_capped(ledger, seq_len):
+        return None
+    return Change(f"use a device with {needed / GIB:.2f} GiB instead of {total / GIB:.2f} GiB", needed / total)
+
+
+def _smaller_dtypes(ledger: MemoryLedger, seq_len: int) -> list[Change]:
+    found = []
+    for dtype, kv_bytes in ledger.wish.kv_bytes_per_block_by_dtype.items():
+        needs = ledger.needs
+        room = ledger.left_bytes - needs.reserve_bytes
+        if ledger.wish.free_memory_fraction is not None:
+            room = int(ledger.left_bytes * ledger.wish.free_memory_fraction)
+        if -(-seq_len // needs.tokens_per_block) * kv_bytes <= room and not _is_capped(ledger, seq_len):
+            change = f"set kv_cache_config.dtype to {dtype} instead of {ledger.wish.kv_dtype}"
+            found.append(Change(change, needs.kv_bytes_per_block / kv_bytes))
+    return found
+
+
+def _does_not_fit(ledger: MemoryLedger, seq_len: int) -> str:
+    changes = [each.sentence for each in changes_that_fit(ledger, seq_len)[:NUM_CHANGES_NAMED]]
+    wished = "max_seq_len" if ledger.wish.max_seq_len is not None else "the least max_seq_len that auto may choose"
+    return (
+        f"{wished} ({seq_len:,}) does not fit: one such request needs {_needed_bytes(ledger, seq_len) / GIB:.2f} GiB "
+        f"of KV cache and there is room for {ledger.num_kv_tokens:,} tokens ({ledger.kv_bytes / GIB:.2f} GiB). "
+        f"Any one of these makes it fit: {'; '.join(changes) or 'none by itself'}.\n" + "\n".join(ledger.lines())
+    )

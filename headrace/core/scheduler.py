@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs next, and for how many tokens.
+
+`schedule` makes a plan, `update` takes in its result. Any number of plans may be in flight: `schedule` counts on what
+launched plans will have done, `update` is called in launch order. Requests that end leave at once; what plans in
+flight still bring of them is dropped, and what these plans still write goes to blocks and rows that no plan launched
+earlier gave to anybody else.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from headrace.config.resolve import ResolvedConfig
+from headrace.core.kv_cache_manager import CLOSED, KVCacheManager
+from headrace.core.limits import SchedulerLimits
+from headrace.core.output import ModelOutput, RequestDelta, RowOutput, ScheduledRow, SchedulerOutput, TokenLogprobs
+from headrace.core.policy import WaitingQueue, make_policy
+from headrace.core.request import Request, RequestStatus
+from headrace.core.stats import Counters, SchedulerStats
+from headrace.core.step import Step
+from headrace.core.stop import check_stop, stop_reason
+from headrace.errors import ConfigError, EngineError, RequestError
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+
+class Scheduler:
+    """The life of every request of one engine, from `add_request` to its last delta, abort or `finish`."""
+
+    def __init__(self, limits: SchedulerLimits, cache: KVCacheManager) -> None:
+        if cache.num_blocks_for(limits.max_seq_len) > cache.num_blocks:
+            raise ConfigError(
+                f"max_seq_len ({limits.max_seq_len}) needs {cache.num_blocks_for(limits.max_seq_len)} KV blocks and "
+                f"there are {cache.num_blocks}: lower it to {cache.num_blocks * cache.tokens_per_block}."
+            )
+        self.limits = limits
+        self.cache = cache
+        self.policy = make_policy(limits.policy)
+        self.counters = Counters()
+        self.waiting = WaitingQueue(self.policy)
+        """WAITING and PREEMPTED requests."""
+        self.running: dict[Request, None] = {}
+        """RUNNING requests in order of admission."""
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        self._last_updated_step_id = 0
+        self._free_rows = list(range(limits.max_batch_size - 1, -1, -1))
+        self._newly_freed_rows: list[int] = []
+        self._num_spare_blocks = int(limits.watermark * cache.num_blocks)
+        # The request that found no room, and `cache.num_closings` at that time: no need to look again before it moves.
+        self._denied: tuple[Request, int] | None = None
+
+    @classmethod
+    def from_config(cls, config: ResolvedConfig, num_blocks: int, num_groups: int = 1) -> "Scheduler":
+        """A scheduler with a cache of `num_blocks` blocks per KV group."""
+        cache = KVCacheManager(
+            num_blocks, config.tokens_per_block, num_groups=num_groups, enable_block_reuse=config.enable_block_reuse
+        )
+        return cls(SchedulerLimits.from_config(config), cache)
+
+    # What the engine calls
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: an empty prompt, max_tokens below 1, or an id already in use.
+            ContextLengthError: a prompt that leaves no room for one output token.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request_id {request.request_id!r} is in use by another request: choose a new one.")
+        self.limits.check(request)
+        request.max_total_tokens = min(request.max_total_tokens, self.limits.max_seq_len)
+        self.counters.num_added_requests += 1
+        request.arrival = self.counters.num_added_requests
+        self._requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests, wherever they are; nothing more is heard of them. Ids of ended requests are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._end(request, RequestStatus.FINISHED_ABORTED)
+
+    def finish(self, request_id: str, num_output_tokens: int) -> None:
+        """End a request whose text is complete after `num_output_tokens` (a stop string); no delta follows."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            del request.token_ids[request.num_prompt_tokens + num_output_tokens :]
+            request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids))
+            self._end(request, RequestStatus.FINISHED_STOPPED)
+
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._requests)
+
+    @property
+    def num_plans_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next plan, launched as far as the scheduler knows; None: nothing can run before the next update."""
+        step = Step(self.counters.num_steps + 1, self.cache)
+        decodes, prefills = self._ready_requests()
+        preempted = self._preempt_until_decodes_fit(decodes, prefills)
+        for request in decodes:
+            step.run(request, 1)
+        num_prefill_tokens = self._schedule_prefills(step, prefills, len(decodes), may_admit=not preempted)
+        if step.is_empty:
+            return None
+        self.counters.num_decode_tokens += len(decodes)
+        self.counters.num_prefill_tokens += num_prefill_tokens
+        plan = step.plan(self._newly_freed_rows)
+        self._newly_freed_rows = []
+        self._in_flight.append((plan, step.requests))
+        self.counters.num_steps = step.step_id
+        return plan
+
+    def update(self, plan: SchedulerOutput, output: ModelOutput) -> list[RequestDelta]:
+        """Take in the result of the oldest plan in flight; what is new for the front ends."""
+        launched, requests = self._in_flight.popleft()
+        if launched is not plan or output.step_id != plan.step_id:
+            raise EngineError(f"results of step {output.step_id} came while step {launched.step_id} was due")
+        self._last_updated_step_id = plan.step_id
+        deltas: list[RequestDelta] = []
+        for request, row, result in zip(requests, plan.scheduled, output.rows, strict=True):
+            delta = self._reconcile(request, row, result)
+            if delta is not None:
+                deltas.append(delta)
+                self.counters.num_output_tokens += len(delta.new_token_ids)
+        return deltas
+
+    def stats(self) -> SchedulerStats:
+        cache = self.cache
+        free, cached = cache.num_free_blocks, cache.num_cached_blocks
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_plans_in_flight=len(self._in_flight),
+            num_blocks=cache.num_blocks,
+            num_free_blocks=free,
+            num_cached_blocks=cached,
+            num_used_blocks=cache.num_blocks - free - cached,
+            totals=msgspec.structs.replace(
+                self.counters, num_finished_requests=dict(self.counters.num_finished_requests)
+            ),
+        )
+
+    # Choosing
+
+    def _ready_requests(self) -> tuple[list[Request], list[Request]]:
+        """Running requests with something left to schedule: those with one token to run, and the others."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            if request.num_known_tokens < request.max_total_tokens:
+                ready = decodes if request.num_known_tokens - request.num_launched_tokens == 1 else prefills
+                ready.append(request)
+        return decodes, prefills
+
+    def _preempt_until_decodes_fit(self, decodes: list[Request], prefills: list[Request]) -> bool:
+        """Preempt until each of `decodes` can have the block it may need; whether any had to be."""
+        preempted = False
+        while self._num_missing_blocks(decodes) > self.cache.num_available_blocks:
+            victim = self._cheapest_to_preempt()
+            assert victim is not None, "the first request alone does not fit into the pool"
+            self._preempt(victim)
+            preempted = True
+            for ready in (decodes, prefills):
+                if victim in ready:
+                    ready.remove(victim)
+        return preempted
+
+    def _num_missing_blocks(self, decodes: list[Request]) -> int:
+        return sum(request.num_launched_tokens == request.table.num_token_slots for request in decodes)
+
+    def _cheapest_to_preempt(self, keep: Request | None = None) -> Request | None:
+        """The running request whose preemption costs least; never the first in policy order, so that one always ends.
+
+        A covered one costs nothing, as its results are on their way. Then the least important, then the one with the
+        fewest tokens to recompute.
+        """
+        first = min(self.running, key=self.policy.key)
+        return min(
+            (request for request in self.running if request is not first and request is not keep),
+            key=lambda r: (not r.is_covered, self.policy.level(r), r.num_launched_tokens, -r.arrival),
+            default=None,
+        )
+
+    def _schedule_prefills(self, step: Step, prefills: list[Request], num_decodes: int, *, may_admit: bool) -> int:
+        """Running prefills and waiting requests in one policy order, within the budget; tokens scheduled."""
+        budget = self.limits.prefill_budget(num_decodes)
+        num_left = budget
+        prefills.sort(key=self.policy.key, reverse=True)
+        stuck = prefills[-1] if prefills else None
+        while num_left > 0:
+            waiting = self._first_waiting() if may_admit else None
+            if waiting is not None and (not prefills or self.policy.key(waiting) < self.policy.key(prefills[-1])):
+                may_admit = self._admit(step, waiting, num_left)
+                request = waiting
+                if not may_admit:
+                    continue
+            elif prefills:
+                request = prefills.pop()
+            else:
+                break
+            num_left -= self._run_chunk(step, request, num_left)
+        if step.is_empty and stuck is not None:
+            return self._run_stuck_prefill(step, stuck, budget)
+        return budget - num_left
+
+    def _run_chunk(self, step: Step, request: Request, budget: int) -> int:
+        """Run what the budget and the blocks allow of a prefill; tokens scheduled."""
+        start = request.num_launched_tokens
+        wanted = self.limits.chunk_len(request.num_known_tokens - start, budget)
+        fits = self.cache.num_tokens_that_fit(request.table, start + wanted) - start
+        num_tokens = self.limits.chunk_len(wanted, fits)
+        if num_tokens > 0:
+            step.run(request, num_tokens)
+        return num_tokens
+
+    def _run_stuck_prefill(self, step: Step, request: Request, budget: int) -> int:
+        """Nothing could run for want of blocks: preempt others for the first prefill, so that the engine moves on."""
+        num_tokens = 0
+        while num_tokens == 0 and (victim := self._cheapest_to_preempt(keep=request)) is not None:
+            self._preempt(victim)
+            num_tokens = self._run_chunk(step, request, budget)
+        return num_tokens
+
+    # Letting in and pushing back
+
+    def _first_waiting(self) -> Request | None:
+        """The next to let in; None where nobody waits, no row is free, or it is known that the first cannot run yet."""
+        request = self.waiting.peek() if self._free_rows else None
+        if request is None or self._denied == (request, self.cache.num_closings):
+            return None
+        # A preempted request's next tokens may still be in flight. Nobody overtakes it meanwhile.
+        return request if request.last_step_id <= self._last_updated_step_id else None
+
+    def _admit(self, step: Step, request: Request, budget: int) -> bool:
+        """Give the first waiting request a row and blocks for its first chunk; False: no room, and nothing changed."""
+        use_cache = not request.is_owed_prompt_logprobs
+        spare = self._num_spare_blocks if self.running else 0
+        promised = self.limits.num_promised_tokens(request)
+        table = self.cache.open(request.token_ids, request.cache_key, promised, spare=spare, use_cache=use_cache)
+        if table is None:
+            self._denied = (request, self.cache.num_closings)
+            return False
+        num_cached = table.num_cached_tokens
+        num_tokens = self.limits.chunk_len(request.num_known_tokens - num_cached, budget)
+        if num_tokens == 0:
+            self.cache.close(table, request.token_ids, 0)
+            return False
+        self.cache.extend(table, num_cached + num_tokens)
+        self.waiting.pop()
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_cached
+        request.move_to(RequestStatus.RUNNING)
+        request.row = self._free_rows.pop()
+        request.table = table
+        request.num_computed_tokens = request.num_launched_tokens = num_cached
+        self.running[request] = None
+        self.counters.num_prefix_query_tokens += len(request.token_ids) if use_cache else 0
+        self.counters.num_prefix_hit_tokens += num_cached
+        step.admit(request)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Push a running request back to the front of its level; it will compute again what the cache has lost."""
+        request.move_to(RequestStatus.PREEMPTED)
+        self._release(request, trusted=True)
+        request.num_computed_tokens = request.num_launched_tokens = 0
+        self.waiting.push(request)
+        self.counters.num_preemptions += 1
+
+    def _end(self, request: Request, status: RequestStatus) -> None:
+        """The one way out, from any state."""
+        trusted = status is not RequestStatus.FINISHED_ERROR
+        request.move_to(status)
+        if request.table is not CLOSED:
+            self._release(request, trusted=trusted)
+        else:
+            self.waiting.remove(request)
+            if not trusted:
+                self.cache.discard(request.token_ids, request.cache_key)
+        del self._requests[request.request_id]
+        self.counters.num_finished_requests[status.value] += 1
+
+    def _release(self, request: Request, *, trusted: bool) -> None:
+        """Take away blocks and row. Both may be handed out in the very next plan."""
+        if trusted:
+            self.cache.close(request.table, request.token_ids, request.num_computed_tokens)
+        else:
+            self.cache.close_untrusted(request.table)
+        request.table = CLOSED
+        del self.running[request]
+        self._newly_freed_rows.append(request.row)
+        self._free_rows.append(request.row)
+        request.row = -1
+
+    # Taking in a result
+
+    def _reconcile(self, request: Request, row: ScheduledRow, result: RowOutput) -> RequestDelta | None:
+        """Add one row's result to its request. Of a preempted request the tokens count, its blocks are gone."""
+        is_running = request.status is RequestStatus.RUNNING
+        if not is_running and request.is_finished:
+            return None
+        if result.error is not None or (row.samples and not result.token_ids):
+            return self._fail(request, result.error or "the worker returned no token")
+        if is_running:
+            request.num_computed_tokens += row.num_tokens
+        status: RequestStatus | None = None
+        num_new = 0
+        for token_id in result.token_ids:
+            request.token_ids.append(token_id)
+            num_new += 1
+            status = check_stop(request)
+            if status is not None:
+                break
+        if is_running and request.num_computed_tokens % self.cache.tokens_per_block < row.num_tokens:
+            self.cache.commit(request.table, request.token_ids, request.num_computed_tokens)
+        prompt_logprobs = _unseen_prompt_logprobs(request, row, result)
+        if status is not None:
+            self._end(request, status)
+        elif num_new == 0 and prompt_logprobs is None:
+            return None
+        return RequestDelta(
+            request_id=request.request_id,
+            new_token_ids=result.token_ids[:num_new],
+            finish_reason=None if status is None else status.value,
+            stop_reason=None if status is None else stop_reason(request),
+            logprobs=None if result.logprobs is None else result.logprobs[:num_new],
+            prompt_logprobs=prompt_logprobs,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _fail(self, request: Request, error: str) -> RequestDelta:
+        self._end(request, RequestStatus.FINISHED_ERROR)
+        return RequestDelta(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=RequestStatus.FINISHED_ERROR.value,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            error=error,
+        )
+
+    # Checking
+
+    def check_invariants(self) -> None:
+        """Rows, blocks and requests are each where their request's status says, exactly once."""
+        tables = [request.table for request in self.running]
+        self.cache.check_invariants(tables)
+        rows = [request.row for request in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self.limits.max_batch_size))
+        assert {*self.running, *self.waiting} == set(self._requests.values())
+        assert len(self.running) + len(self.waiting) == len(self._requests)
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens <= request.num_launched_tokens <= request.num_known_tokens
+            assert request.num_launched_tokens <= request.table.num_token_slots
+        for request in self.waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert request.table is CLOSED and request.row == -1
+
+
+def _unseen_prompt_logprobs(request: Request, row: ScheduledRow, result: RowOutput) -> list[TokenLogprobs] | None:
+    """The chunk's prompt log-probabilities but for those passed on before a preemption."""
+    if not result.prompt_logprobs:
+        return None
+    unseen = result.prompt_logprobs[max(0, request.num_prompt_logprobs - row.start) :]
+    request.num_prompt_logprobs += len(unseen)
+    return unseen or None

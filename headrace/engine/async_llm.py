@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AsyncLLM: the engine as an asyncio program sees it. The server, `LLM` and the command line are its clients.
+
+    llm = AsyncLLM(model="demo")
+    await llm.start()
+    async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8)):
+        ...
+    llm.shutdown()
+
+All methods belong to the event loop that ran `start()`, but for `generate`'s and the tokenizer's work of validating
+and encoding, which any thread may do.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.config.checkpoint import load_generation_config, load_model_config
+from headrace.config.llm_args import LlmArgs
+from headrace.engine.core_client import CoreClient, CoreOptions
+from headrace.engine.executor import ProgressCallback
+from headrace.engine.input_processor import InputProcessor, PreparedRequest, Prompt
+from headrace.engine.ipc import Dying, EngineInfo, GetStats, Outputs, Stats, Submit
+from headrace.engine.output_processor import OutputProcessor, RequestState
+from headrace.engine.progress import ProgressBars
+from headrace.engine.tokenizer import Tokenizer, load_tokenizer
+from headrace.errors import EngineDeadError, EngineError, RequestError
+from headrace.logger import get_logger
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams
+from headrace.utils.hub import ModelSource, resolve_model
+
+logger = get_logger(__name__)
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The answer to one request as it grows.
+
+    Iterating gives cumulative `RequestOutput`s with what is new since the last one in their `*_diff` fields; a slow
+    reader gets fewer, larger ones. The request is submitted by the first `__anext__` or `final()`. Closing the stream,
+    or dropping the last reference to it, aborts the request; cancelling one `__anext__` doesn't.
+
+    Raises, while iterating: EngineDeadError when the engine dies, EngineError when this request fails inside it.
+    """
+
+    def __init__(self, llm: "AsyncLLM", prepared: PreparedRequest) -> None:
+        self._llm = llm
+        self._prepared = prepared
+        self._state: RequestState | None = None
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        """The id that `AsyncLLM.abort` takes and every output carries."""
+        return self._prepared.request_id
+
+    def submit(self) -> None:
+        """Send the request to the core now, rather than at the first read. On the engine's loop; once."""
+        if self._state is None and not self._closed:
+            self._state = self._llm._submit(self._prepared)
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        self.submit()
+        state = self._state
+        while state is not None and not self._closed:
+            output = state.take()
+            if output is not None:
+                return output
+            if state.is_finished:
+                break
+            await state.wait()
+        raise StopAsyncIteration
+
+    async def final(self) -> RequestOutput:
+        """Wait for the end and return the whole answer (nothing is built on the way)."""
+        self.submit()
+        state = self._state
+        if state is None:
+            raise RequestError(f"request {self.request_id} was closed before it was submitted")
+        await state.wait_end()
+        output = state.take()
+        if output is None:
+            raise RequestError(f"request {self.request_id} has already been read to its end")
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs, and end the stream. Any number of times."""
+        self.close()
+
+    def close(self) -> None:
+        """What `aclose` does, without waiting. On the engine's loop."""
+        if not self._closed:
+            self._closed = True
+            if self._state is not None and not self._state.is_finished:
+                self._llm._drop(self._state)
+
+    def abort(self) -> None:
+        """End the request; readers get what there is, with finish_reason "cancelled". On the engine's loop."""
+        if self._state is None:
+            self.close()
+        else:
+            self._llm._drop(self._state)
+
+    def __del__(self) -> None:
+        if not self._closed and self._state is not None and not self._state.is_finished:
+            self._llm._drop_threadsafe(self._state)
+
+
+class AsyncLLM:
+    """An engine: a core process with a model, and this front end that tokenizes, streams and detokenizes."""
+
+    info: EngineInfo
+    """What the engine is and what it settled on. After `start()`."""
+    dead: asyncio.Event
+    """Set when the engine has died or was shut down; `dead_reason` says why. After `start()`."""
+
+    def __init__(self, args: LlmArgs | None = None, *, core: CoreOptions | None = None, **settings: Any) -> None:
+        """
+        Args:
+            args: the settings; or give them as keyword arguments (`model="demo", max_batch_size=8`).
+            core: how the core is started; by default a process of its own.
+
+        Raises:
+            ConfigError: an unknown or impossible setting.
+        """
+        self.args = args if args is not None else LlmArgs(**settings)
+        self._core = core if core is not None else CoreOptions.from_environment()
+        self._client: CoreClient | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._inputs: InputProcessor | None = None
+        self._outputs = OutputProcessor()
+        self._receiver: asyncio.Task[None] | None = None
+        self._stats_calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._num_calls = 0
+        self._death_callbacks: list[Callable[[str], None]] = []
+        self._dead_reason: str | None = None
+        self._stopping = False
+
+    async def start(self, on_progress: ProgressCallback | None = None, connect_to: str | None = None) -> None:
+        """Find the model, start the core process, load, and return when requests can be sent.
+
+        Args:
+            on_progress: called with (label, done, total) while weights load, on another thread; without it a bar is
+                drawn on stderr.
+            connect_to: join the core at this address (`EngineInfo.address`) in place of starting one; `args` names
+                the same model.
+
+        Raises:
+            ConfigError, ModelLoadError: what the user must change, in one sentence.
+            EngineDeadError: the core process died while starting.
+        """
+        self._loop = asyncio.get_running_loop()
+        self.dead = asyncio.Event()
+        args = self.args
+        source = await asyncio.to_thread(
+            resolve_model, args.model, args.revision, need_weights=args.load_format != "dummy"
+        )
+        # First the small files, whose mistakes are cheap to find; then the tokenizer, while the core loads.
+        model = await asyncio.to_thread(load_model_config, source)
+        generation_config = load_generation_config(source) if args.generation_config == "auto" else {}
+        with ProgressBars(on_progress) as progress:
+            launch = asyncio.ensure_future(self._reach_core(source, progress, connect_to))
+            try:
+                if not args.skip_tokenizer_init:
+                    self._tokenizer = await asyncio.to_thread(load_tokenizer, source, args)
+                client = self._client = await launch
+            except BaseException:
+                launch.cancel()
+                await asyncio.wait([launch])
+                raise
+        self._inputs = InputProcessor(
+            model, client.info.max_seq_len, self._tokenizer, generation_config, args.seed, uuid.uuid4().hex[:8]
+        )
+        self.info = msgspec.structs.replace(client.info, default_sampling=self._inputs.default_sampling)
+        if self.info.default_sampling:
+            logger.info("Sampling defaults from the model's generation_config.json: %s", self.info.default_sampling)
+        self._receiver = asyncio.ensure_future(self._receive())
+
+    async def _reach_core(self, source: ModelSource, progress: ProgressCallback, address: str | None) -> CoreClient:
+        if address is not None:
+            return await CoreClient.connect(address, self._die)
+        return await CoreClient.launch(self.args, source, self._core, progress, self._die)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """encode, decode, token_bytes, render_chat. After `start()`.
+
+        Raises:
+            RequestError: there is none (skip_tokenizer_init).
+        """
+        if self._tokenizer is None:
+            raise RequestError("There is no tokenizer: skip_tokenizer_init is set, or the engine has not been started.")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """Validate a request and return the stream of its outputs; it is submitted when first read.
+
+        May be called from any thread; the stream is read on the engine's loop.
+
+        Args:
+            prompt: text; token ids; or {"prompt_token_ids": ids, "prompt": text to echo in the outputs}.
+            sampling_params: defaults are the model's generation_config.json, then greedy where nothing is asked for.
+                `max_tokens` unset is what `max_seq_len` leaves; set to more than that is an error, never clamped.
+            request_id: name for logs and `abort`; made up when absent; must not be in use.
+            priority: 0 to 100, larger first; overrides `sampling_params.priority`.
+            cache_salt: requests share cached prefixes only with requests of the same salt.
+
+        Raises:
+            RequestError: an empty prompt, token ids out of the vocabulary, a bad setting.
+            ContextLengthError: prompt, or prompt and max_tokens, over `max_seq_len`.
+            EngineDeadError: the engine is gone.
+        """
+        self._check_alive()
+        if self._inputs is None:
+            raise EngineError("The engine has not been started: await start() first.")
+        if request_id is not None and request_id in self._outputs:
+            raise RequestError(f"request_id {request_id!r} is in use; choose another.", param="request_id")
+        if not isinstance(sampling_params, SamplingParams):
+            sampling_params = SamplingParams(**(sampling_params or {}))
+        prepared = self._inputs.prepare(
+            prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        return RequestStream(self, prepared)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """The token ids of a chat under the model's template (`tokenizer.render_chat`). Any thread may call it."""
+        return self.tokenizer.render_chat(
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_kwargs,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its stream ends with finish_reason "cancelled". Unknown ids are ignored."""
+        state = self._outputs.get(request_id)
+        if state is not None:
+            self._drop(state)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can answer."""
+        return self._client is not None and self._dead_reason is None
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why the engine is gone; None while it lives."""
+        return self._dead_reason
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of this front end that have not ended."""
+        return self._outputs.num_requests
+
+    async def get_stats(self) -> dict[str, Any]:
+        """The scheduler's counters and, under `front_end`, this front end's. Reading consumes nothing.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+        self._check_alive()
+        assert self._client is not None
+        self._num_calls += 1
+        call_id = self._num_calls
+        answer = self._stats_calls[call_id] = self._loop.create_future()
+        self._client.send(GetStats(call_id))
+        try:
+            values = await answer
+        finally:
+            self._stats_calls.pop(call_id, None)
+        mine = {"num_requests": self._outputs.num_requests, "num_finished_requests": dict(self._outputs.num_finished)}
+        return {**values, "front_end": mine}
+
+    async def check_health(self, timeout_s: float = 10.0) -> None:
+        """Return when the core's loop has answered.
+
+        Raises:
+            EngineDeadError: it is gone.
+            EngineError: it did not answer in time.
+        """
+        try:
+            await asyncio.wait_for(self.get_stats(), timeout_s)
+        except asyncio.TimeoutError:
+            raise EngineError(f"The engine core has not answered for {timeout_s:.0f} s.") from None
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(reason)` on the loop when the engine dies (not on an ordinary shutdown)."""
+        self._death_callbacks.append(callback)
+
+    def shutdown(self) -> None:
+        """Stop the core process and fail what is pending with EngineDeadError. Repeatable; a second at most."""
+        self._stopping = True
+        self._die("the engine was shut down")
+        if self._receiver is not None and not self._loop.is_closed():
+            self._receiver.cancel()
+        self._receiver = None
+        if self._client is not None:
+            self._client.close()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def _check_alive(self) -> None:
+        if self._dead_reason is not None:
+            raise EngineDeadError(f"The engine is gone: {self._dead_reason}.")
+
+    def _submit(self, prepared: PreparedRequest) -> RequestState:
+        self._check_alive()
+        assert self._client is not None
+        if prepared.request_id in self._outputs:
+            raise RequestError(f"request_id {prepared.request_id!r} is in use; choose another.", param="request_id")
+        state = self._outputs.add(prepared, self._tokenizer)
+        self._client.send(Submit(prepared.choices))
+        return state
+
+    def _drop(self, state: RequestState) -> None:
+        """Abort a request; whoever still reads it gets what there is."""
+        if not state.is_finished:
+            abort = self._outputs.drop(state)
+            state.cancel()
+            if self._client is not None and self._dead_reason is None:
+                self._client.send(abort)
+
+    def _drop_threadsafe(self, state: RequestState) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._drop, state)
+
+    async def _receive(self) -> None:
+        """The one task that hands what the core sends to the requests it belongs to."""
+        client = self._client
+        assert client is not None
+        try:
+            while True:
+                for message in await client.receive():
+                    if isinstance(message, Outputs):
+                        for reply in self._outputs.process(message.deltas):
+                            client.send(reply)
+                    elif isinstance(message, Stats):
+                        answer = self._stats_calls.get(message.call_id)
+                        if answer is not None and not answer.done():
+                            answer.set_result(message.values)
+                    elif isinstance(message, Dying):
+                        self._die(message.reason)
+        except asyncio.CancelledError:
+            raise
+        # Nobody awaits this task: without it every request would hang, so its failure is the engine's.
+        except Exception as error:
+            logger.exception("The front end failed.")
+            self._die(f"the front end failed: {type(error).__name__}: {error}")
+
+    def _die(self, reason: str) -> None:
+        """The engine is gone: tell everyone who waits. The first reason counts."""
+        if self._dead_reason is not None:
+            return
+        self._dead_reason = reason
+        error = EngineDeadError(f"The engine is gone: {reason}.")
+        self._outputs.fail_all(error)
+        for answer in self._stats_calls.values():
+            if not answer.done():
+                answer.set_exception(error)
+        if not self._stopping:
+            logger.error("The engine died: %s.", reason)
+            for callback in self._death_callbacks:
+                callback(reason)
+        if self._client is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.dead.set)

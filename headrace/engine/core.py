@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineCore: the loop that everything else serves. `step` is the page to read; `step_overlapped` is what runs.
+
+The core decides with integers: the scheduler makes a plan, the executor launches it, and what came of it goes back to
+the scheduler, in launch order. `CoreLoop` adds the sockets: requests are taken in between steps, results go out after
+each, and the loop sleeps when there is nothing to do.
+"""
+
+import socket
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import zmq
+
+from headrace.core.output import RequestDelta, SchedulerOutput
+from headrace.core.request import Request
+from headrace.core.scheduler import Scheduler
+from headrace.engine.executor import Executor, PendingOutput
+from headrace.engine.ipc import (
+    Abort,
+    Dying,
+    EngineInfo,
+    EngineRequest,
+    Finish,
+    FromCore,
+    GetStats,
+    Goodbye,
+    Hello,
+    Outputs,
+    Ready,
+    Stats,
+    Submit,
+    ToCore,
+    decode_to_core,
+    encode,
+)
+from headrace.errors import HeadraceError
+from headrace.logger import get_logger
+
+logger = get_logger(__name__)
+
+
+class EngineCore:
+    """Scheduler and executor, and the plans that are launched and not yet reconciled."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, num_plans_in_flight: int) -> None:
+        """
+        Args:
+            num_plans_in_flight: how far the host may run ahead of the device, in plans; 1 waits for each.
+        """
+        self.scheduler = scheduler
+        self.executor = executor
+        self.num_plans_in_flight = num_plans_in_flight
+        self.num_steps = 0
+        """Plans reconciled so far."""
+        self._launched: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do anything."""
+        return bool(self._launched) or self.scheduler.has_work()
+
+    def step(self) -> list[RequestDelta]:
+        """One step, waited for: the specification of `step_overlapped`, which must give the same tokens."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        result = self._launch(plan).wait()
+        self.num_steps += 1
+        return self.scheduler.update(plan, result)
+
+    def step_overlapped(self) -> list[RequestDelta]:
+        """Launch plans until enough are in flight, then reconcile the oldest.
+
+        With a depth of 2, step n + 1 is scheduled and launched before the result of step n is known: its rows go one
+        token on from wherever the device has got to.
+        """
+        while len(self._launched) < self.num_plans_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._launched.append((plan, self._launch(plan)))
+        if not self._launched:
+            return []
+        plan, pending = self._launched.popleft()
+        result = pending.wait()
+        self.num_steps += 1
+        return self.scheduler.update(plan, result)
+
+    def _launch(self, plan: SchedulerOutput) -> PendingOutput:
+        self.executor.forward(plan)
+        return self.executor.sample(plan, None)
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a request in.
+
+        Raises:
+            HeadraceError: it can never run.
+        """
+        self.scheduler.add_request(
+            Request(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=request.sampling,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                cache_marks=request.cache_marks,
+            )
+        )
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests, wherever they are; unknown ones are ignored."""
+        self.scheduler.abort(list(request_ids))
+
+    def finish(self, request_id: str, num_output_tokens: int) -> None:
+        """End a request whose text met a stop string within its first `num_output_tokens` tokens."""
+        self.scheduler.finish(request_id, num_output_tokens)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the scheduler, as plain data."""
+        values: dict[str, Any] = msgspec.to_builtins(self.scheduler.stats())
+        values["num_plans_in_flight"] = len(self._launched)
+        values["num_steps"] = self.num_steps
+        return values
+
+
+class CoreLoop:
+    """Serves any number of front ends. Each has a ZMQ identity; a request belongs to the one that sent it."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, requests: "zmq.Socket[bytes]", life: socket.socket) -> None:
+        """
+        Args:
+            requests: a bound ROUTER.
+            life: end of file (or anything at all) on it ends the loop.
+        """
+        self._core = core
+        self._info = info
+        self._socket = requests
+        # A front end that is gone is an error when written to, not a silence: that is how its requests are found.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._poller = zmq.Poller()
+        self._poller.register(requests, zmq.POLLIN)
+        self._poller.register(life.fileno(), zmq.POLLIN)
+        self._life = life.fileno()
+        self._owner: dict[str, bytes] = {}
+        self._front_ends: set[bytes] = set()
+
+    def run(self) -> None:
+        """Loop until the life channel ends."""
+        core = self._core
+        step = core.step_overlapped if core.num_plans_in_flight > 1 else core.step
+        steps_before = -1
+        while True:
+            # Work that cannot move (nothing in flight, nothing schedulable) must not spin.
+            stuck = core.num_steps == steps_before
+            steps_before = core.num_steps
+            timeout_ms = (1 if stuck else 0) if core.has_work else None
+            ready = dict(self._poller.poll(timeout_ms))
+            if self._life in ready:
+                return
+            if self._socket in ready:
+                self._take_messages()
+            deltas = step()
+            if deltas:
+                self._give(deltas)
+
+    def say_goodbye(self, reason: str) -> None:
+        """Tell every front end that nothing more will come."""
+        for identity in list(self._front_ends):
+            self._send(identity, [Dying(reason)])
+
+    def _take_messages(self) -> None:
+        while True:
+            try:
+                identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                continue
+            try:
+                messages = decode_to_core(data)
+            except msgspec.MsgspecError as error:
+                logger.warning("A front end sent what is not a message (%s); ignored.", error)
+                continue
+            self._front_ends.add(identity)
+            for message in messages:
+                self._take(identity, message)
+
+    def _take(self, identity: bytes, message: ToCore) -> None:
+        if isinstance(message, Submit):
+            for request in message.requests:
+                self._add(identity, request)
+        elif isinstance(message, Finish):
+            if self._disown(identity, message.request_id):
+                self._core.finish(message.request_id, message.num_output_tokens)
+        elif isinstance(message, Abort):
+            self._core.abort([i for i in message.request_ids if self._disown(identity, i)])
+        elif isinstance(message, GetStats):
+            values = self._core.stats() | {"num_front_ends": len(self._front_ends)}
+            self._send(identity, [Stats(message.call_id, values)])
+        elif isinstance(message, Hello):
+            self._send(identity, [Ready(self._info)])
+        elif isinstance(message, Goodbye):
+            self._forget(identity)
+
+    def _add(self, identity: bytes, request: EngineRequest) -> None:
+        try:
+            if request.request_id in self._owner:
+                raise HeadraceError(f"request_id {request.request_id!r} is in use.")
+            self._core.add(request)
+            self._owner[request.request_id] = identity
+        except HeadraceError as error:
+            delta = RequestDelta(request.request_id, [], finish_reason="error", error=error.message)
+            self._send(identity, [Outputs([delta])])
+
+    def _disown(self, identity: bytes, request_id: str) -> bool:
+        """Whether the request is this front end's and still runs; it is nobody's from now on."""
+        if self._owner.get(request_id) != identity:
+            return False
+        del self._owner[request_id]
+        return True
+
+    def _give(self, deltas: list[RequestDelta]) -> None:
+        by_front_end: dict[bytes, list[RequestDelta]] = {}
+        for delta in deltas:
+            identity = self._owner.get(delta.request_id)
+            if identity is None:
+                continue
+            by_front_end.setdefault(identity, []).append(delta)
+            if delta.finish_reason is not None:
+                del self._owner[delta.request_id]
+        for identity, its_deltas in by_front_end.items():
+            self._send(identity, [Outputs(its_deltas)])
+
+    def _send(self, identity: bytes, messages: list[FromCore]) -> None:
+        try:
+            self._socket.send_multipart([identity, encode(messages)])
+        except zmq.ZMQError as error:
+            logger.warning("A front end is gone (%s); its requests are freed.", error)
+            self._forget(identity)
+
+    def _forget(self, identity: bytes) -> None:
+        self._front_ends.discard(identity)
+        mine = [request_id for request_id, owner in self._owner.items() if owner == identity]
+        for request_id in mine:
+            del self._owner[request_id]
+        self._core.abort(mine)

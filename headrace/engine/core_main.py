@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core process: `python -m headrace.engine.core_main FD`, started by a front end that keeps the other end of FD.
+
+It is told what to do over FD (a socket), loads, serves until FD ends, and says why before it dies of an error. It
+never outlives the process that started it.
+"""
+
+import dataclasses
+import gc
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import zmq
+
+from headrace.config.checkpoint import load_model_config
+from headrace.config.llm_args import LlmArgs
+from headrace.config.resolve import ResolvedConfig, resolve
+from headrace.core.scheduler import Scheduler
+from headrace.engine.core import CoreLoop, EngineCore
+from headrace.engine.executor import Executor, WorkerInfo, load_by_name
+from headrace.engine.ipc import EngineInfo, Failed, Progress, Ready, StartCore, receive_life, send_life
+from headrace.errors import HeadraceError
+from headrace.logger import get_logger, set_process_name
+from headrace.utils.hub import ModelSource
+
+logger = get_logger(__name__)
+
+PARENT_POLL_S = 0.5
+GRACE_S = 3.0
+"""From the end of the parent to the end of this process, at most."""
+PROGRESS_EVERY_S = 0.05
+
+
+def main() -> NoReturn:
+    """The process: returns to no one."""
+    # The owner decides when the core stops: Ctrl-C in a terminal reaches every process of the group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    life = socket.socket(fileno=int(sys.argv[1]))
+    life.set_inheritable(False)
+    set_process_name("core")
+    start = receive_life(life)
+    code = 0
+    if isinstance(start, StartCore):
+        threading.Thread(target=_die_with_parent, args=(life, start), daemon=True).start()
+        code = 0 if run_core(start, life) else 1
+        _remove_socket(start)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of the device may still wait for work, and torch's teardown takes seconds: nothing is left to save.
+    os._exit(code)
+
+
+def run_core(start: StartCore, life: socket.socket) -> bool:
+    """Load, serve until the life channel ends, and clean up. False after a failure, which has been reported."""
+    context = zmq.Context()
+    executor: Executor | None = None
+    loop: CoreLoop | None = None
+    try:
+        requests = context.socket(zmq.ROUTER)
+        requests.setsockopt(zmq.LINGER, 200)
+        requests.setsockopt(zmq.SNDHWM, 0)
+        requests.setsockopt(zmq.RCVHWM, 0)
+        requests.bind(start.address)
+        args = LlmArgs.model_validate_json(start.args_json)
+        source = ModelSource(
+            kind=start.source_kind, path=Path(start.source_path), name=start.source_name, original=start.source_original
+        )
+        began = time.monotonic()
+        config = resolve(args, load_model_config(source), load_by_name(start.device_facts)(args.device))
+        for note in config.notes:
+            logger.info("%s", note)
+        executor = load_by_name(start.executor)(config, source, start.worker)
+        worker = executor.start(_ProgressReporter(life))
+        config = dataclasses.replace(config, max_seq_len=worker.max_seq_len)
+        info = describe(config, source, worker, start.address, time.monotonic() - began)
+        scheduler = Scheduler.from_config(config, worker.num_blocks, worker.num_groups)
+        core = EngineCore(scheduler, executor, config.num_plans_in_flight)
+        loop = CoreLoop(core, info, requests, life)
+        gc.collect()
+        gc.freeze()
+        send_life(life, Ready(info))
+        loop.run()
+        return True
+    except BaseException as error:
+        _report(life, error)
+        if loop is not None:
+            loop.say_goodbye(_sentence(error))
+        return False
+    finally:
+        if executor is not None:
+            _quietly(executor)
+        context.destroy(linger=200)
+
+
+def describe(
+    config: ResolvedConfig, source: ModelSource, worker: WorkerInfo, address: str, load_seconds: float
+) -> EngineInfo:
+    """What front ends are told of a started engine."""
+    return EngineInfo(
+        model_name=config.args.served_model_name or source.original,
+        model_path=str(source.path),
+        architecture=config.model.architecture,
+        vocab_size=config.model.vocab_size,
+        max_seq_len=config.max_seq_len,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        tokens_per_block=worker.tokens_per_block,
+        num_blocks=worker.num_blocks,
+        kv_bytes_per_token=worker.kv_bytes_per_token,
+        device=config.device,
+        dtype=config.dtype,
+        attn_backend=config.attn_backend,
+        num_plans_in_flight=config.num_plans_in_flight,
+        num_threads=config.num_threads,
+        load_seconds=load_seconds,
+        core_pid=os.getpid(),
+        address=address,
+        ledger=list(worker.ledger),
+    )
+
+
+class _ProgressReporter:
+    """Sends the worker's progress up the life channel, twenty times a second at most."""
+
+    def __init__(self, life: socket.socket) -> None:
+        self._life = life
+        self._last = 0.0
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last < PROGRESS_EVERY_S:
+            return
+        self._last = now
+        send_life(self._life, Progress(label, done, total))
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, HeadraceError):
+        return error.message
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _report(life: socket.socket, error: BaseException) -> None:
+    ours = isinstance(error, HeadraceError)
+    where = "" if ours else "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if where:
+        logger.debug("%s", where)
+    param = error.param if isinstance(error, HeadraceError) else None
+    kind = type(error).__name__ if ours else "EngineDeadError"
+    try:
+        send_life(life, Failed(kind, _sentence(error), param, where))
+    except OSError:
+        logger.log(logging.DEBUG if ours else logging.ERROR, "The core stops: %s", where or error)
+
+
+def _quietly(executor: Executor) -> None:
+    try:
+        executor.shutdown()
+    except Exception as error:
+        logger.debug("The worker did not shut down cleanly: %s", error)
+
+
+def _die_with_parent(life: socket.socket, start: StartCore) -> None:
+    """End this process when the one that started it ends, or closes the life channel, whatever the main thread does.
+
+    The channel's end alone would not do (a child that the parent forked may hold it open), nor PR_SET_PDEATHSIG (it
+    fires when the thread that started this process ends).
+    """
+    poller = select.poll()
+    poller.register(life, select.POLLIN)
+    while not poller.poll(PARENT_POLL_S * 1000):
+        if os.getppid() != start.parent_pid:
+            # Ends the main loop too, which listens to the same channel.
+            life.shutdown(socket.SHUT_RDWR)
+            break
+    time.sleep(GRACE_S)
+    _remove_socket(start)
+    os._exit(1)
+
+
+def _remove_socket(start: StartCore) -> None:
+    """The folder of the request socket: the front end removes it too, unless it was killed."""
+    shutil.rmtree(Path(start.address.removeprefix("ipc://")).parent, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the core reaches its workers: one protocol, whatever their number and wherever they run."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from headrace.config.resolve import ResolvedConfig
+from headrace.core.output import ModelOutput, SchedulerOutput
+from headrace.utils.hub import ModelSource
+
+ProgressCallback = Callable[[str, int, int], None]
+"""(label, done, total), both in bytes or items."""
+UNIPROC = "headrace.engine.executor:UniprocExecutor"
+WORKER = "headrace.worker.worker:Worker"
+DEVICE_FACTS = "headrace.worker.device:device_facts"
+
+
+class PendingOutput(Protocol):
+    """The result of a launched plan."""
+
+    def wait(self) -> ModelOutput:
+        """Block until the plan's tokens are on the host."""
+        ...
+
+
+class WorkerInfo(Protocol):
+    """What a started worker measured; `headrace.worker` has the class."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def tokens_per_block(self) -> int: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int:
+        """What the cache holds, where that is less than the settings' `auto` value."""
+        ...
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups: kinds of layers with a block table each."""
+        ...
+
+    @property
+    def ledger(self) -> list[str]: ...
+
+
+class Executor(Protocol):
+    """Carries plans out in the order of their launch.
+
+    `forward` and `sample` return at once: masks and other things of the host join between the two while the body runs,
+    and the next plan may be launched before this one's result is known.
+    """
+
+    def start(self, progress: ProgressCallback) -> WorkerInfo:
+        """Load the model and allocate the cache (seconds to minutes)."""
+        ...
+
+    def forward(self, plan: SchedulerOutput) -> None: ...
+
+    def sample(self, plan: SchedulerOutput, masks: Any) -> PendingOutput: ...
+
+    def shutdown(self) -> None:
+        """Let go of the device. Any number of times."""
+        ...
+
+
+class UniprocExecutor:
+    """One rank, in the core's own process."""
+
+    def __init__(self, config: ResolvedConfig, source: ModelSource, worker: str = WORKER) -> None:
+        self._worker: Executor = load_by_name(worker)(config, source)
+        # No layer in between on the way of every step.
+        self.forward = self._worker.forward
+        self.sample = self._worker.sample
+
+    def start(self, progress: ProgressCallback) -> WorkerInfo:
+        return self._worker.start(progress)
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+
+
+def load_by_name(name: str) -> Any:
+    """The object that "module:name" names: how the engine reaches what it must not import (torch lives there)."""
+    module, _, attribute = name.partition(":")
+    return vars(importlib.import_module(module))[attribute]

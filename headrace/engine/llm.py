@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLM: the engine for plain Python. A facade over `AsyncLLM`, which it runs on an event loop in a thread of its own.
+
+So it works the same in a script (no `__main__` guard: the core is never started by importing the user's module), in a
+notebook, whose event loop is already running, and inside asyncio.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from headrace.config.llm_args import LlmArgs
+from headrace.engine.async_llm import AsyncLLM, RequestStream
+from headrace.engine.input_processor import Prompt
+from headrace.engine.ipc import EngineInfo
+from headrace.engine.tokenizer import Tokenizer
+from headrace.errors import RequestError
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams
+
+T = TypeVar("T")
+Sampling = SamplingParams | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+SUBMIT_EVERY = 64
+"""Prompts are sent in groups of so many, so that the first run while the last are tokenized."""
+
+
+class LLM:
+    """A model, loaded and ready. A context manager; `shutdown` frees it."""
+
+    def __init__(self, model: str | Path | None = None, *, args: LlmArgs | None = None, **settings: Any) -> None:
+        """Load a model (seconds to minutes; a bar on stderr shows how far it is).
+
+        Args:
+            model: a Hugging Face folder, a .gguf file, a Hub id, or "demo".
+            args: all settings as one object, in place of `model` and keyword arguments.
+            settings: fields of `LlmArgs`.
+
+        Raises:
+            ConfigError, ModelLoadError: what to change, in one sentence.
+        """
+        if args is None:
+            if model is not None:
+                settings["model"] = str(model)
+            args = LlmArgs(**settings)
+        self._engine = AsyncLLM(args)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-llm", daemon=True)
+        self._thread.start()
+        try:
+            self._run(self._engine.start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def args(self) -> LlmArgs:
+        """The settings it was made with."""
+        return self._engine.args
+
+    @property
+    def info(self) -> EngineInfo:
+        """What it settled on: max_seq_len, num_blocks, device, ..."""
+        return self._engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """encode, decode, render_chat."""
+        return self._engine.tokenizer
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        inputs: str | list[int] | Mapping[str, Any],
+        sampling_params: Sampling | None = None,
+        use_tqdm: bool = True,
+    ) -> RequestOutput: ...
+    @overload
+    def generate(
+        self,
+        inputs: Sequence[str] | Sequence[list[int]] | Sequence[Mapping[str, Any]],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]: ...
+    def generate(
+        self,
+        inputs: Any,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        use_tqdm: bool = True,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Complete one prompt, or a list of prompts in the order given.
+
+        Args:
+            inputs: text, token ids or a dict as `AsyncLLM.generate` takes it; or a list of these.
+            sampling_params: for all, or a list with one for each.
+            use_tqdm: show a progress bar on stderr for lists (TensorRT-LLM's name).
+
+        Raises:
+            RequestError, ContextLengthError: a prompt that cannot run; then none does.
+            EngineDeadError: the engine is gone.
+        """
+        if _is_one(inputs):
+            return self._complete([inputs], [_one_sampling(sampling_params)], False)[0]
+        return self._complete(list(inputs), _one_each(sampling_params, len(inputs)), use_tqdm)
+
+    def generate_async(
+        self,
+        inputs: Prompt,
+        sampling_params: Sampling | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> "RequestHandle":
+        """Submit one prompt and return at once.
+
+        `await` the handle for the final output, iterate it (`async for`, or `for` outside asyncio) for a stream of
+        cumulative ones, or call its `result()`.
+
+        Raises:
+            RequestError, ContextLengthError, EngineDeadError: as `AsyncLLM.generate`.
+        """
+        stream = self._engine.generate(
+            inputs, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        self._loop.call_soon_threadsafe(stream.submit)
+        return RequestHandle(stream, self._loop)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer a chat, or a list of chats: messages through the model's chat template, then `generate`.
+
+        Raises:
+            RequestError: there is no template, or it refuses the messages.
+        """
+        is_one = not messages or isinstance(messages[0], Mapping)
+        chats: Sequence[Any] = [messages] if is_one else messages
+        prompts = [
+            self._engine.render_chat(
+                chat,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for chat in chats
+        ]
+        if is_one:
+            return self._complete(prompts, [_one_sampling(sampling_params)], False)[0]
+        return self._complete(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
+
+    def get_stats(self) -> dict[str, Any]:
+        """The engine's counters. Reading consumes nothing."""
+        return self._run(self._engine.get_stats())
+
+    def shutdown(self) -> None:
+        """Stop the engine and free its memory. Any number of times."""
+        if self._loop.is_closed():
+            return
+        if self._thread.is_alive():
+            done: Future[None] = Future()
+            self._loop.call_soon_threadsafe(self._stop, done)
+            done.result()
+            self._thread.join()
+        self._loop.close()
+
+    def _stop(self, done: "Future[None]") -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        try:
+            self._engine.shutdown()
+        finally:
+            # Cancelled tasks end on the next turn, before the loop stops on the one after.
+            self._loop.call_soon(self._loop.call_soon, self._loop.stop)
+            done.set_result(None)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        # Absent where __init__ refused the settings.
+        if "_loop" in self.__dict__:
+            self.shutdown()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _complete(
+        self, prompts: list[Any], params: Sequence[Sampling | None], shows_progress: bool
+    ) -> list[RequestOutput]:
+        """Run prompts together; outputs in their order. One that cannot run takes the others down with it."""
+        streams: list[RequestStream] = []
+        waiting: list[Future[list[RequestOutput]]] = []
+        with _Bar(len(prompts), shows_progress) as bar:
+            try:
+                for prompt, one in zip(prompts, params, strict=True):
+                    streams.append(self._engine.generate(prompt, one))
+                    if len(streams) % SUBMIT_EVERY == 0:
+                        waiting.append(self._submit(streams[-SUBMIT_EVERY:], bar))
+                rest = len(streams) % SUBMIT_EVERY
+                if rest:
+                    waiting.append(self._submit(streams[-rest:], bar))
+                return [output for group in waiting for output in group.result()]
+            except BaseException:
+                for stream in streams:
+                    self._loop.call_soon_threadsafe(stream.close)
+                raise
+
+    def _submit(self, streams: list[RequestStream], bar: "_Bar") -> "Future[list[RequestOutput]]":
+        async def finals() -> list[RequestOutput]:
+            # All of a group leave for the core together.
+            for stream in streams:
+                stream.submit()
+            return await asyncio.gather(*(final(stream) for stream in streams))
+
+        async def final(stream: RequestStream) -> RequestOutput:
+            output = await stream.final()
+            bar.advance(output)
+            return output
+
+        return asyncio.run_coroutine_threadsafe(finals(), self._loop)
+
+
+class RequestHandle:
+    """A submitted request, read from any thread or event loop. Dropping the last reference to it aborts the request."""
+
+    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
+        self._stream = stream
+        self._loop = loop
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Block until the end and return the final output.
+
+        Raises:
+            TimeoutError: after `timeout` seconds; the request goes on.
+            EngineError: the request failed.
+        """
+        return asyncio.run_coroutine_threadsafe(self._stream.final(), self._loop).result(timeout)
+
+    def abort(self) -> None:
+        """End the request; readers get what there is."""
+        self._loop.call_soon_threadsafe(self._stream.abort)
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        future = asyncio.run_coroutine_threadsafe(self._stream.final(), self._loop)
+        return asyncio.wrap_future(future).__await__()
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        while True:
+            future = asyncio.run_coroutine_threadsafe(_next(self._stream), self._loop)
+            output = await asyncio.wrap_future(future)
+            if output is None:
+                return
+            yield output
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        while True:
+            output = asyncio.run_coroutine_threadsafe(_next(self._stream), self._loop).result()
+            if output is None:
+                return
+            yield output
+
+
+async def _next(stream: RequestStream) -> RequestOutput | None:
+    return await anext(stream, None)
+
+
+class _Bar:
+    """Prompts done, and output tokens per second, on stderr."""
+
+    def __init__(self, total: int, is_shown: bool) -> None:
+        console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("Prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (is_shown and console.is_terminal),
+        )
+        self._task = self._bars.add_task("", total=total, rate="")
+        self._num_tokens = 0
+
+    def advance(self, output: RequestOutput) -> None:
+        self._num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        elapsed = self._bars.tasks[0].elapsed or 0.0
+        rate = f"{self._num_tokens / elapsed:.0f} tok/s" if elapsed > 0 else ""
+        self._bars.update(self._task, advance=1, rate=rate)
+
+    def __enter__(self) -> "_Bar":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bars.stop()
+
+
+def _is_one(inputs: Any) -> bool:
+    """Whether this is a prompt and not a list of prompts."""
+    if isinstance(inputs, (str, Mapping)):
+        return True
+    if not isinstance(inputs, Sequence):
+        raise RequestError(f"inputs must be a prompt or a list of prompts, but is a {type(inputs).__name__}.")
+    return len(inputs) > 0 and isinstance(inputs[0], int)
+
+
+def _one_sampling(params: Sampling | Sequence[Sampling] | None) -> Sampling | None:
+    return _one_each(params, 1)[0]
+
+
+def _one_each(params: Sampling | Sequence[Sampling] | None, count: int) -> Sequence[Sampling | None]:
+    if params is None or isinstance(params, (SamplingParams, Mapping)):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"There are {count} prompts and {len(params)} sampling_params; give one, or one for each.")
+    return params

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Debug switches: environment variables that are not settings. (Every setting has a variable of its own, HEADRACE_ and its
+name in capitals, generated from the config tree.) At most twelve."""
+
+import os
+
+SWITCHES = {
+    "HEADRACE_INPROC": "1: run the core and the worker in the caller's process, for a debugger",
+    "HEADRACE_TRACEBACK": "1: show the traceback of an error on the command line",
+    "HEADRACE_REQUIRE_DEMO": "1: tests fail, rather than skip, without the demo model",
+}
+
+
+def is_on(name: str) -> bool:
+    """Whether a switch is set to anything but empty, 0, false, no or off."""
+    if name not in SWITCHES:
+        raise KeyError(name)
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")

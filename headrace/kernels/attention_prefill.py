@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton: causal attention of chunks of new tokens over their rows' paged KV.
+
+A program takes some tokens of one row and all query heads of one KV head, packed as the rows of one product. The grid
+is an upper bound from host-side counts; programs find their row on the device and surplus ones return.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.kernels.attention_tile import (
+    Tile,
+    attend_range,
+    cache_strides,
+    prefill_tile,
+    shared_memory,
+    softmax_scale,
+)
+
+
+@triton.jit
+def first_tile(query_start_loc, first_row, row, BLOCK_Q: tl.constexpr):
+    """The number of a row's first tile: each row gets at least the tiles it needs, and at most one more."""
+    return (tl.load(query_start_loc + row) - tl.load(query_start_loc + first_row)) // BLOCK_Q + row - first_row
+
+
+@triton.jit
+def find_row(query_start_loc, first_row, num_rows, tile, BLOCK_Q: tl.constexpr):
+    """The last row whose first tile is not after `tile`."""
+    low = first_row
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_tile(query_start_loc, first_row, middle, BLOCK_Q) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def prefill_kernel(
+    q,
+    cache,
+    out,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    scale_log2,
+    softcap,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    block_stride,
+    kv_stride,
+    head_stride,
+    token_stride,
+    table_stride,
+    first_row,
+    num_rows,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
+    kv_head = tl.program_id(0)
+    # The last tiles of a row see most keys: they start first, so that no long one is left at the end.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = find_row(query_start_loc, first_row, num_rows, tile, BLOCK_Q)
+    query_begin = tl.load(query_start_loc + row)
+    query_len = tl.load(query_start_loc + row + 1) - query_begin
+    first_token = (tile - first_tile(query_start_loc, first_row, row, BLOCK_Q)) * BLOCK_Q
+    if first_token >= query_len:
+        return
+    seq_len = tl.load(seq_lens + row)
+    lane = tl.arange(0, BLOCK_M)
+    token = first_token + lane // GROUP_SIZE
+    head = kv_head * GROUP_SIZE + lane % GROUP_SIZE
+    inside = (lane < BLOCK_Q * GROUP_SIZE) & (token < query_len)
+    column = tl.arange(0, BLOCK_DIM)
+    there = inside[:, None] & (column[None, :] < HEAD_DIM)
+    query_row = (query_begin + token).to(tl.int64)
+    q_offset = (query_row * q_token_stride + head * q_head_stride)[:, None] + column[None, :]
+    query = tl.load(q + q_offset, mask=there, other=0.0).to(cache.dtype.element_ty)
+
+    first_position = seq_len - query_len + first_token
+    last_position = tl.minimum(first_position + BLOCK_Q, seq_len) - 1
+    # Lanes past the chunk's end stand at its last position, so that they see a key like all others.
+    position = tl.minimum(seq_len - query_len + token, last_position)
+    begin = 0
+    all_begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        all_begin = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
+    end = last_position + 1
+    # Keys from all_begin to all_end are seen by every query of the tile.
+    all_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        all_begin = tl.minimum(all_begin, end)
+        all_end = tl.maximum(all_begin, all_end)
+
+    keys = cache + kv_head.to(tl.int64) * head_stride
+    values = keys + kv_stride
+    table = block_table + row.to(tl.int64) * table_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    most = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if WINDOW > 0:
+        acc, total, most = attend_range(
+            acc, total, most, query, keys, values, table, block_stride, token_stride, begin, all_begin, position,
+            scale_log2, softcap, HEAD_DIM, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, True,
+        )  # fmt: skip
+    acc, total, most = attend_range(
+        acc, total, most, query, keys, values, table, block_stride, token_stride, all_begin, all_end, position,
+        scale_log2, softcap, HEAD_DIM, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, False,
+    )  # fmt: skip
+    acc, total, most = attend_range(
+        acc, total, most, query, keys, values, table, block_stride, token_stride, all_end, end, position,
+        scale_log2, softcap, HEAD_DIM, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, True,
+    )  # fmt: skip
+    out_offset = (query_row * out_token_stride + head * HEAD_DIM)[:, None] + column[None, :]
+    tl.store(out + out_offset, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
+
+
+def paged_prefill(
+    q: Tensor,
+    kv_cache: Tensor,
+    out: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    first_row: int,
+    num_rows: int,
+    num_tokens: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    tile: Tile | None = None,
+) -> None:
+    """Attend the tokens of rows first_row to num_rows, and write their places in `out`.
+
+    q: [tokens, num_q_heads, head_dim]; out: [tokens, num_q_heads * head_dim]. kv_cache: the layer's view [num_blocks,
+    2, num_kv_heads, tokens_per_block, head_dim]. block_table: int32 [rows, max_blocks]; query_start_loc: int32
+    [rows + 1]; seq_lens: int32 [rows]. num_tokens: at least the tokens of these rows. window: tokens a query sees.
+    """
+    num_q_heads, head_dim = q.shape[1:]
+    num_kv_heads, tokens_per_block = kv_cache.shape[2:4]
+    group_size = num_q_heads // num_kv_heads
+    if tile is None:
+        tile = prefill_tile(head_dim, kv_cache.element_size(), shared_memory(q.device))
+    block_m = max(tile.block_m, triton.next_power_of_2(group_size))
+    num_tiles = num_tokens // (block_m // group_size) + num_rows - first_row
+    scale_log2, cap = softmax_scale(scale, softcap)
+    prefill_kernel[(num_kv_heads, num_tiles)](
+        q,
+        kv_cache,
+        out,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        scale_log2,
+        cap,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        *cache_strides(kv_cache),
+        block_table.stride(0),
+        first_row,
+        num_rows,
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        TOKENS_PER_BLOCK=tokens_per_block,
+        WINDOW=window or 0,
+        HAS_SOFTCAP=softcap is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

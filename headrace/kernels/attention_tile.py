@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton: the loop over keys that prefill and decode share, and the table of tile sizes."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+
+SMALL_SHARED_MEMORY = 101376
+"""Bytes of shared memory one program may take on sm_86, 89, 120 and 121; the other targets give 166,912 or more."""
+
+# Bytes of shared memory a program may take.
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a kernel is cut. block_m: packed query rows; block_n: keys a turn."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def shared_memory(device: torch.device) -> int:
+    """What one program may take on a device; on the CPU (the interpreter) the least of all GPUs."""
+    if device.type != "cuda":
+        return SMALL_SHARED_MEMORY
+    major, minor = torch.cuda.get_device_capability(device)
+    return SHARED_MEMORY.get(10 * major + minor, SMALL_SHARED_MEMORY)
+
+
+def prefill_tile(head_dim: int, element_size: int, shared: int) -> Tile:
+    """The prefill kernel's tile, by head width, bytes of a cache element, and shared memory."""
+    if element_size == 4:
+        return Tile(32, 32, 4, 1 if head_dim > 128 else 2)
+    if head_dim <= 64:
+        return Tile(128, 64, 4, 3)
+    if head_dim <= 128:
+        return Tile(128, 64, 8, 3) if shared > 163840 else Tile(64, 64, 4, 2)
+    return Tile(128, 64, 8, 2) if shared > 200000 else Tile(64, 32, 4, 2)
+
+
+def decode_tile(head_dim: int, element_size: int, group_size: int, shared: int) -> Tile:
+    """The decode kernel's tile; its queries are the heads of one KV head, at least the 16 that a product takes."""
+    block_m = max(16, triton.next_power_of_2(group_size))
+    if element_size == 4:
+        return Tile(block_m, 32, 4, 1 if head_dim > 128 else 2)
+    if head_dim <= 128:
+        return Tile(block_m, 64, 4, 3 if shared > 163840 or head_dim <= 64 else 2)
+    return Tile(block_m, 32, 4, 3 if shared > 163840 else 2)
+
+
+def cache_strides(kv_cache: Tensor) -> tuple[int, int, int, int]:
+    """Strides of block, K or V, head and token of a layer's view; its last must be 1."""
+    block, kv, head, token, element = kv_cache.stride()
+    if element != 1:
+        raise ValueError(f"the KV cache's last stride is {element}, not 1")
+    return block, kv, head, token
+
+
+@triton.jit
+def attend_range(
+    acc,
+    total,
+    most,
+    q,
+    keys,
+    values,
+    table,
+    block_stride,
+    token_stride,
+    begin,
+    end,
+    position,
+    scale_log2,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend q [M, BLOCK_DIM] to the keys begin to end; acc, total and most are the running softmax.
+
+    keys, values: the layer's cache at this head. table: the row's block ids. position: [M], the queries' own. When not
+    MASKED, every query sees every key of the range, and the range is whole tiles. scale_log2 is the scale of scores
+    times log2(e); with a softcap it is the scale over the cap, and softcap the cap times log2(e).
+    """
+    column = tl.arange(0, BLOCK_DIM)
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            block = tl.load(table + key // TOKENS_PER_BLOCK, mask=key < end, other=0)
+        else:
+            block = tl.load(table + key // TOKENS_PER_BLOCK)
+        offset = block.to(tl.int64) * block_stride + (key % TOKENS_PER_BLOCK) * token_stride
+        if HEAD_DIM == BLOCK_DIM:
+            k = tl.load(keys + offset[None, :] + column[:, None])
+        else:
+            k = tl.load(keys + offset[None, :] + column[:, None], mask=column[:, None] < HEAD_DIM, other=0.0)
+        score = tl.dot(q, k, input_precision="ieee")
+        if HAS_SOFTCAP:
+            # tanh by exp: right at both ends, where exp gives 0 or infinity.
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (scale_log2 * 2.885390081777927)) + 1.0))
+        else:
+            score = score * scale_log2
+        if MASKED:
+            seen = (key[None, :] <= position[:, None]) & (key[None, :] < end)
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+        now_most = tl.maximum(most, tl.max(score, axis=1))
+        # A query whose window starts after this tile has seen no key yet.
+        base = tl.where(now_most == float("-inf"), 0.0, now_most) if WINDOW > 0 else now_most
+        p = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(most - base)
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None]
+        # Slots past a row's last token may hold anything, NaN included; their weight of 0 would not hide that.
+        if MASKED:
+            inside = (key[:, None] < end) & (column[None, :] < HEAD_DIM)
+            v = tl.load(values + offset[:, None] + column[None, :], mask=inside, other=0.0)
+        elif HEAD_DIM == BLOCK_DIM:
+            v = tl.load(values + offset[:, None] + column[None, :])
+        else:
+            v = tl.load(values + offset[:, None] + column[None, :], mask=column[None, :] < HEAD_DIM, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        most = now_most
+    return acc, total, most
+
+
+def softmax_scale(scale: float, softcap: float | None) -> tuple[float, float]:
+    """`attend_range`'s scale_log2 and softcap."""
+    return (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)

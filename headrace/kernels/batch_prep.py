@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's tensors out of the request rows, on the device: nothing here waits for the host or is waited for.
+
+The rows' state is one int32 tensor, cut into views by its owner; a staged write is a run of words and where it goes.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.op import Case, op
+
+WRITE_WORDS = 4
+"""Words that describe one staged write: destination (low half, high half), source, length."""
+
+
+def _int32(device: str, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _steps(device: str) -> Iterator[tuple[str, Tensor, Tensor, int, int]]:
+    """(name, rows, query_start_loc, num_tokens, max_query_len) of a decode step, a mixed one and one long prefill."""
+    yield "decode", _int32(device, 5, 0, 3), _int32(device, 0, 1, 2, 3), 3, 1
+    yield "mixed", _int32(device, 2, 4, 1), _int32(device, 0, 1, 2, 39), 39, 37
+    yield "prefill", _int32(device, 3), _int32(device, 0, 90), 90, 90
+
+
+def _state(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """num_computed_tokens (strided), token_ids and a block table of 6 rows."""
+    generator = torch.Generator().manual_seed(3)
+    scalars = torch.randint(0, 37, (6, 16), generator=generator, dtype=torch.int32)
+    token_ids = torch.randint(0, 1000, (6, 128), generator=generator, dtype=torch.int32)
+    table = torch.randint(0, 50, (6, 17), generator=generator, dtype=torch.int32)
+    return scalars.to(device)[:, 2], token_ids.to(device), table.to(device)
+
+
+def write_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Runs of one word and of many."""
+    if dtype == torch.float32:
+        writes = ((5, [7]), (100, list(range(600))), (0, [1, 2, 3]))
+        records: list[int] = []
+        words: list[int] = []
+        for dst, values in writes:
+            records += [dst, 0, len(writes) * WRITE_WORDS + len(words), len(values)]
+            words += values
+        state = torch.zeros(1000, dtype=torch.int32, device=device)
+        yield Case("three", (state, _int32(device, *records, *words), len(writes), 600))
+
+
+def token_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Outputs of the step's size, and padded ones."""
+    if dtype != torch.float32:
+        return
+    for name, rows, starts, num_tokens, longest in _steps(device):
+        for pad in (0, 5):
+            num_computed, token_ids, _ = _state(device)
+            ids = torch.full((num_tokens + pad,), 99, device=device)
+            lens = torch.full((rows.shape[0] + pad,), 99, dtype=torch.int32, device=device)
+            args = (rows, starts, num_computed, token_ids, num_tokens, longest, ids, ids.clone(), lens)
+            yield Case(f"{name}+{pad}", args)
+
+
+def block_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """The same steps, with blocks of 8 tokens."""
+    if dtype != torch.float32:
+        return
+    for name, rows, starts, num_tokens, longest in _steps(device):
+        for pad in (0, 5):
+            table = _state(device)[2]
+            positions = torch.arange(num_tokens, device=device)
+            slots = torch.full((num_tokens + pad,), 99, device=device)
+            tables = torch.full((rows.shape[0] + pad, 20), 99, dtype=torch.int32, device=device)[:, :13]
+            args = (rows, starts, positions, table, 8, num_tokens, longest, slots, tables)
+            yield Case(f"{name}+{pad}", args)
+
+
+def commit_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """A step where two rows of three sample, one of them a failed row; one where none does."""
+    if dtype != torch.float32:
+        return
+    for sampled in ((11, -1), ()):
+        num_computed, token_ids, _ = _state(device)
+        num_tokens = num_computed + 40
+        sample_rows = _int32(device, 4, 2)[: len(sampled)]
+        starts = _int32(device, 0, 1, 2, 39)
+        rows = _int32(device, 2, 4, 1)
+        picked = torch.tensor(sampled, dtype=torch.int64, device=device)
+        yield Case(f"{len(sampled)}", (rows, starts, sample_rows, picked, num_computed, num_tokens, token_ids))
+
+
+@op(cases=write_cases)
+def apply_writes(state: Tensor, staged: Tensor, num_writes: int, max_len: int) -> Tensor:
+    """Carry out staged writes: `state[dst : dst + len] = staged[src : src + len]`; no two of them overlap.
+
+    state: int32, flat. staged: int32; it begins with `num_writes` records of `WRITE_WORDS`. max_len: the longest one.
+    """
+    records = staged[: num_writes * WRITE_WORDS].tolist()
+    for i in range(0, len(records), WRITE_WORDS):
+        low, high, src, length = records[i : i + WRITE_WORDS]
+        dst = (high << 32) | (low & 0xFFFFFFFF)
+        state[dst : dst + length] = staged[src : src + length]
+    return state
+
+
+@op(cases=token_cases)
+def gather_tokens(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    num_computed_tokens: Tensor,
+    token_ids: Tensor,
+    num_tokens: int,
+    max_query_len: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's next tokens and their positions, into `input_ids`, `positions` (int64) and `seq_lens` (int32).
+
+    rows: int32 [num_rows]. query_start_loc: int32 [num_rows + 1]. num_computed_tokens: int32 [all rows], strided.
+    token_ids: int32 [all rows, capacity]. num_tokens: the last entry of `query_start_loc`. Outputs may be longer than
+    the step: what lies past it is padding, with token 0, position 0 and length 0.
+    """
+    num_rows = rows.shape[0]
+    starts = num_computed_tokens[rows]
+    if num_tokens == num_rows:
+        positions[:num_rows] = starts
+        input_ids[:num_rows] = token_ids[rows, starts]
+        torch.add(starts, 1, out=seq_lens[:num_rows])
+    else:
+        lens = query_start_loc[1:] - query_start_loc[:-1]
+        of = torch.repeat_interleave(lens, output_size=num_tokens)
+        at = (starts - query_start_loc[:-1])[of] + torch.arange(num_tokens, device=rows.device)
+        positions[:num_tokens] = at
+        input_ids[:num_tokens] = token_ids[rows[of], at]
+        torch.add(starts, lens, out=seq_lens[:num_rows])
+    if input_ids.shape[0] > num_tokens:
+        input_ids[num_tokens:] = 0
+        positions[num_tokens:] = 0
+    if seq_lens.shape[0] > num_rows:
+        seq_lens[num_rows:] = 0
+    return input_ids, positions, seq_lens
+
+
+@op(cases=block_cases)
+def gather_blocks(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    tokens_per_block: int,
+    num_tokens: int,
+    max_query_len: int,
+    slot_mapping: Tensor,
+    tables: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One group's slots and block tables, into `slot_mapping` (int64) and `tables` (int32 [num_rows, width]).
+
+    positions: as `gather_tokens` left them. block_table: int32 [all rows, capacity]. tokens_per_block: a power of two.
+    Entries of `tables` past a row's own blocks are whatever its row holds; padding gets slot -1 and table 0.
+    """
+    num_rows, width = rows.shape[0], tables.shape[1]
+    tables[:num_rows] = block_table[rows, :width]
+    at = positions[:num_tokens]
+    if num_tokens == num_rows:
+        of = rows
+    else:
+        of = rows[torch.repeat_interleave(query_start_loc[1:] - query_start_loc[:-1], output_size=num_tokens)]
+    blocks = block_table[of, at // tokens_per_block]
+    torch.add(at % tokens_per_block, blocks, alpha=tokens_per_block, out=slot_mapping[:num_tokens])
+    if slot_mapping.shape[0] > num_tokens:
+        slot_mapping[num_tokens:] = -1
+    if tables.shape[0] > num_rows:
+        tables[num_rows:] = 0
+    return slot_mapping, tables
+
+
+@op(cases=commit_cases)
+def commit_step(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    sample_rows: Tensor,
+    sampled: Tensor,
+    num_computed_tokens: Tensor,
+    num_tokens: Tensor,
+    token_ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """After a step: its rows have computed their tokens, and the rows that sampled know one more.
+
+    sample_rows: int32 [n], rows of the state. sampled: [n]; a negative token (its row failed) is stored as 0, so that a
+    step already launched reads a valid id. num_computed_tokens, num_tokens: int32 [all rows], strided, changed here.
+    """
+    num_computed_tokens[rows] += query_start_loc[1:] - query_start_loc[:-1]
+    if sample_rows.shape[0]:
+        at = num_tokens[sample_rows]
+        token_ids[sample_rows, at] = sampled.clamp(min=0).int()
+        num_tokens[sample_rows] = at + 1
+    return num_computed_tokens, num_tokens, token_ids

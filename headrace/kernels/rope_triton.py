@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton: q/k norm, rotary and cache write in one pass over the QKV product."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024
+"""Values a program holds: a few heads of one token."""
+
+
+@triton.jit
+def head_weight(q_norm, k_norm, column, inside, offset, is_q, is_k, HAS_Q: tl.constexpr, HAS_K: tl.constexpr):
+    """The norm's weight for each head and column; 1 where a head has no norm."""
+    weight = tl.where(is_q[:, None] & inside[None, :], 1.0, 1.0)
+    if HAS_Q:
+        loaded = tl.load(q_norm + column, mask=inside, other=0.0).to(tl.float32) + offset
+        weight = tl.where(is_q[:, None], loaded[None, :], weight)
+    if HAS_K:
+        loaded = tl.load(k_norm + column, mask=inside, other=0.0).to(tl.float32) + offset
+        weight = tl.where(is_k[:, None], loaded[None, :], weight)
+    return weight
+
+
+@triton.jit
+def qk_norm_rope_cache_write_kernel(
+    qkv,
+    q_norm,
+    k_norm,
+    table,
+    positions,
+    cache,
+    slots,
+    out,
+    qkv_stride,
+    table_stride,
+    block_stride,
+    kv_stride,
+    head_stride,
+    token_stride,
+    eps,
+    offset,
+    num_q_heads,
+    num_kv_heads,
+    tokens_per_block,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+):
+    # A head is first [HALF], second [HALF] and rest [HEAD_DIM - 2 * HALF], the part that is not turned.
+    REST: tl.constexpr = HEAD_DIM - 2 * HALF
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_q = head < num_q_heads
+    is_k = (head >= num_q_heads) & (head < num_q_heads + num_kv_heads)
+    is_v = (head >= num_q_heads + num_kv_heads) & (head < num_q_heads + 2 * num_kv_heads)
+    column = tl.arange(0, BLOCK_HALF)
+    inside = column < HALF
+    there = (is_q | is_k | is_v)[:, None]
+    source = qkv + token * qkv_stride + head[:, None] * HEAD_DIM
+    first = tl.load(source + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
+    rest_column = 2 * HALF + tl.arange(0, BLOCK_REST)
+    rest_inside = rest_column < HEAD_DIM
+    if REST > 0:
+        rest = tl.load(source + rest_column[None, :], mask=there & rest_inside[None, :], other=0.0).to(tl.float32)
+
+    if HAS_Q_NORM or HAS_K_NORM:
+        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if REST > 0:
+            square += tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(square / HEAD_DIM + eps)
+        normed = (is_q | is_k) if HAS_Q_NORM and HAS_K_NORM else (is_q if HAS_Q_NORM else is_k)
+        scale = tl.where(normed, scale, 1.0)[:, None]
+        first *= scale * head_weight(q_norm, k_norm, column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
+        second *= scale * head_weight(q_norm, k_norm, HALF + column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
+        if REST > 0:
+            rest *= scale * head_weight(
+                q_norm, k_norm, rest_column, rest_inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM
+            )
+
+    if HAS_ROPE:
+        angle = table + tl.load(positions + token) * table_stride + column
+        cos = tl.load(angle, mask=inside, other=1.0)[None, :]
+        sin = tl.load(angle + HALF, mask=inside, other=0.0)[None, :]
+        turned = (is_q | is_k)[:, None]
+        turned_first = first * cos - second * sin
+        second = tl.where(turned, second * cos + first * sin, second)
+        first = tl.where(turned, turned_first, first)
+
+    q_target = out + (token * num_q_heads + head[:, None]) * HEAD_DIM
+    q_mask = is_q[:, None]
+    tl.store(q_target + column[None, :], first.to(out.dtype.element_ty), mask=q_mask & inside[None, :])
+    tl.store(q_target + HALF + column[None, :], second.to(out.dtype.element_ty), mask=q_mask & inside[None, :])
+    if REST > 0:
+        tl.store(q_target + rest_column[None, :], rest.to(out.dtype.element_ty), mask=q_mask & rest_inside[None, :])
+
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        kv_head = head - num_q_heads - tl.where(is_v, num_kv_heads, 0)
+        kv_target = (slot // tokens_per_block) * block_stride + (slot % tokens_per_block) * token_stride
+        kv_target = cache + kv_target + (tl.where(is_v, kv_stride, 0) + kv_head.to(tl.int64) * head_stride)[:, None]
+        kv_mask = (is_k | is_v)[:, None]
+        tl.store(kv_target + column[None, :], first.to(cache.dtype.element_ty), mask=kv_mask & inside[None, :])
+        tl.store(kv_target + HALF + column[None, :], second.to(cache.dtype.element_ty), mask=kv_mask & inside[None, :])
+        if REST > 0:
+            kept = kv_mask & rest_inside[None, :]
+            tl.store(kv_target + rest_column[None, :], rest.to(cache.dtype.element_ty), mask=kept)
+
+
+def qk_norm_rope_cache_write(
+    qkv: Tensor,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """See `kernels.rope.qk_norm_rope_cache_write`."""
+    num_tokens = qkv.shape[0]
+    dtype = torch.float32 if kv_cache.dtype == torch.float32 else qkv.dtype
+    out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=dtype, device=qkv.device)
+    half = (head_dim if cos_sin_cache is None else cos_sin_cache.shape[1]) // 2
+    block_half = triton.next_power_of_2(half)
+    rest = triton.next_power_of_2(max(head_dim - 2 * half, 1))
+    block_heads = max(TILE // (2 * block_half), 1)
+    if num_tokens == 0:
+        return out
+    qk_norm_rope_cache_write_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, block_heads))](
+        qkv,
+        qkv if q_norm_weight is None else q_norm_weight,
+        qkv if k_norm_weight is None else k_norm_weight,
+        qkv if cos_sin_cache is None else cos_sin_cache,
+        positions,
+        kv_cache,
+        slot_mapping,
+        out,
+        qkv.stride(0),
+        0 if cos_sin_cache is None else cos_sin_cache.stride(0),
+        *kv_cache.stride()[:4],
+        eps,
+        norm_offset,
+        num_q_heads,
+        num_kv_heads,
+        kv_cache.shape[3],
+        HEAD_DIM=head_dim,
+        HALF=half,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=rest,
+        HAS_Q_NORM=q_norm_weight is not None,
+        HAS_K_NORM=k_norm_weight is not None,
+        HAS_ROPE=cos_sin_cache is not None,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model architectures, each the difference from a neighbour, and how their weights are read."""

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights as they are: one dense tensor, one matmul."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.quantization.base import RawTensor, copy_weight
+
+
+class PlainMethod:
+    """The weight in the model's dtype; packed checkpoint tensors are unpacked while they load."""
+
+    def create(
+        self, layer: nn.Module, in_features: int, out_features: list[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate [sum(out_features), in_features]."""
+        self.out_features = out_features
+        weight = torch.empty(sum(out_features), in_features, dtype=dtype, device=device)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        # The same storage, read without nn.Module's lookup.
+        self._weight = layer.weight.data
+
+    def load_shard(self, layer: nn.Module, weight: Tensor | RawTensor, shard: int) -> None:
+        """Copy one part to its rows."""
+        start = sum(self.out_features[:shard])
+        copy_weight(self._weight[start : start + self.out_features[shard]], weight)
+
+    def finish(self, layer: nn.Module) -> None:
+        """Nothing is left to do."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, sum(out_features)]."""
+        return F.linear(x, self._weight, bias)
+
+    def embed(self, layer: nn.Module, ids: Tensor) -> Tensor:
+        """ids [num_tokens] -> [num_tokens, in_features]."""
+        return F.embedding(ids, self._weight)

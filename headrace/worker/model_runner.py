@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries plans out: rows, tensors, body, head, sampler. Runs on the device's side of the launch queue."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.core.output import SchedulerOutput
+from headrace.kernels.batch_prep import commit_step
+from headrace.kernels.kv_cache import copy_blocks
+from headrace.kernels.logprobs import gather_logprobs
+from headrace.layers.build import ForwardContext
+from headrace.logger import get_logger
+from headrace.utils.math import cdiv
+from headrace.worker.input_batch import InputBatch, PromptChunk, StepBatch
+from headrace.worker.kv_cache import KVArenas
+from headrace.worker.request_state import RequestState, RowSettings
+from headrace.worker.sampler import Sampler
+from headrace.worker.step_result import LogprobColumns, StepResult, to_host
+from headrace.worker.upload import StepWords, Uploader
+
+MAX_PROMPT_LOGITS_BYTES = 64 << 20
+"""Logits of prompt positions are made in pieces of this size, so that a long prompt's do not fill the memory."""
+
+logger = get_logger(__name__)
+
+
+class RunnableModel(Protocol):
+    """What the runner asks of a model: `models.base.CausalLM` has it."""
+
+    needs_prompt_lens: bool
+
+    def forward(self, fwd: ForwardContext) -> Tensor: ...
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor: ...
+
+
+class ModelRunner:
+    """`forward(plan)` then `sample(plan, masks)` for each plan, in the order of their launch."""
+
+    def __init__(
+        self,
+        model: RunnableModel,
+        state: RequestState,
+        arenas: KVArenas,
+        max_num_tokens: int,
+        tokens_per_block: int,
+        vocab_size: int,
+        *,
+        clear_new_blocks: bool,
+    ) -> None:
+        """clear_new_blocks: zero a block when a row takes it. For attention that multiplies masked places by 0, where
+        NaN left behind by a failed request would reach the block's next owner."""
+        self._model = model
+        self._state = state
+        self._arenas = arenas
+        self._vocab_size = vocab_size
+        self._clear_new_blocks = clear_new_blocks
+        self._tokens_per_block = tokens_per_block
+        device_type = state.words.device.type
+        self._is_cuda = device_type == "cuda"
+        self._uploader = Uploader(state.words)
+        self._batch = InputBatch(state, max_num_tokens, tokens_per_block, vocab_size)
+        self._sampler = Sampler(state)
+        self._commit: Callable[..., object] = commit_step.choose(device_type)
+        self._copy_blocks: Callable[..., object] = copy_blocks.choose(device_type)
+        self._prompt_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] = gather_logprobs.choose(device_type)
+        self._step: StepBatch | None = None
+        self._logits: Tensor | None = None
+        self._result = StepResult()
+
+    def forward(self, plan: SchedulerOutput) -> None:
+        """Change the rows as the plan says, run the body over its tokens, and the head where a token is sampled."""
+        self._result = StepResult()
+        self._step = self._logits = None
+        try:
+            self._forward(plan)
+        except Exception as error:
+            self._fail(error)
+
+    def sample(self, plan: SchedulerOutput, masks: None) -> StepResult:
+        """Pick the tokens, write them into the rows, and start their way to the host."""
+        result = self._result
+        if result.error is None:
+            try:
+                self._sample(plan)
+            except Exception as error:
+                self._fail(error)
+        return result
+
+    def _forward(self, plan: SchedulerOutput) -> None:
+        words = StepWords()
+        self._state.stage(plan, words)
+        sampling = self._batch.stage(plan, words)
+        self._uploader.send(words)
+        if self._clear_new_blocks:
+            self._clear(plan)
+        for group, source, destination in plan.cache_plan.device_copies:
+            arena = self._arenas.groups[group]
+            self._copy_blocks(arena, torch.tensor([[source, destination]], device=arena.device))
+        if not plan.scheduled:
+            return
+        step = self._step = self._batch.gather(plan, words, sampling)
+        hidden_states = self._run_body(step)
+        for chunk in step.prompt_chunks:
+            self._result.prompt_logprobs.append((chunk, self._score_prompt(hidden_states, chunk)))
+        if step.sampling is not None:
+            picked = hidden_states if step.logits_index is None else hidden_states[step.logits_index]
+            self._logits = self._model.compute_logits(picked)
+
+    def _clear(self, plan: SchedulerOutput) -> None:
+        """Zero the blocks that rows take with this plan; those found in the prefix cache hold what they should."""
+        taken: list[tuple[int, list[int]]] = [(append.group, append.block_ids) for append in plan.appended_blocks]
+        for admitted in plan.admitted:
+            num_cached = cdiv(admitted.num_computed_tokens, self._tokens_per_block)
+            taken += [(group, ids[num_cached:]) for group, ids in enumerate(admitted.block_ids)]
+        for group, block_ids in taken:
+            if block_ids:
+                arena = self._arenas.groups[group]
+                arena.index_fill_(0, torch.tensor(block_ids, device=arena.device), 0)
+
+    def _run_body(self, step: StepBatch) -> Tensor:
+        prompt_lens = self._state.num_prompt_tokens[step.rows] if self._model.needs_prompt_lens else None
+        return self._model.forward(
+            ForwardContext(
+                input_ids=step.input_ids,
+                positions=step.positions,
+                attention=step.metadata,
+                kv_caches=self._arenas.layers,
+                groups=self._arenas.group_of_layer,
+                prompt_lens=prompt_lens,
+            )
+        )
+
+    def _sample(self, plan: SchedulerOutput) -> None:
+        step, result = self._step, self._result
+        if step is None:
+            return
+        settings = self._state.settings
+        for place, row in enumerate(plan.scheduled):
+            has = settings[row.row]
+            if has is not None and has.error is not None:
+                result.row_errors[place] = has.error
+        sampling = step.sampling
+        starts = step.metadata.query_start_loc
+        if sampling is None or self._logits is None:
+            self._commit_step(step, starts, step.rows[:0], step.rows[:0])
+        else:
+            sampled = self._sampler(self._logits, sampling)
+            assert sampling.rows.row_index is not None
+            self._commit_step(step, starts, sampling.rows.row_index, sampled.token_ids)
+            result.sampling = sampling
+            result.token_ids = to_host(sampled.token_ids)
+            if sampled.logprobs is not None and sampling.logprobs is not None:
+                result.logprobs = LogprobColumns.of(sampled.logprobs)
+                result.num_top = [_num_top(settings[row]) for row in sampling.logprobs.rows]
+        if self._is_cuda:
+            result.ready = torch.cuda.Event()
+            result.ready.record()
+
+    def _commit_step(self, step: StepBatch, starts: Tensor, sample_rows: Tensor, token_ids: Tensor) -> None:
+        state = self._state
+        self._commit(
+            step.rows, starts, sample_rows, token_ids, state.num_computed_tokens, state.num_tokens, state.token_ids
+        )
+
+    def _score_prompt(self, hidden_states: Tensor, chunk: PromptChunk) -> list[LogprobColumns]:
+        """Log-probabilities of the prompt tokens that follow a chunk's, a few rows of logits at a time."""
+        targets = self._state.token_ids[chunk.row, chunk.start + 1 : chunk.start + 1 + chunk.count]
+        piece = max(1, MAX_PROMPT_LOGITS_BYTES // (4 * self._vocab_size))
+        parts = []
+        for at in range(0, chunk.count, piece):
+            end = min(at + piece, chunk.count)
+            logits = self._model.compute_logits(hidden_states[chunk.first + at : chunk.first + end]).float()
+            parts.append(LogprobColumns.of(self._prompt_logprobs(logits, targets[at:end], chunk.num_top)))
+        return parts
+
+    def _fail(self, error: Exception) -> None:
+        """The step's rows end with the error; the worker goes on unless the device itself is lost."""
+        logger.error("A step failed; its requests end, the others go on.", exc_info=error)
+        self._result.error = f"{type(error).__name__} in the model: {error}"
+        if self._is_cuda:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                self._result.is_device_lost = True
+
+
+def _num_top(settings: RowSettings | None) -> int:
+    return (settings.logprobs or 0) if settings is not None else 0

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's results on their way from the device to the core."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace.core.output import ModelOutput, RowOutput, SchedulerOutput, TokenLogprobs
+from headrace.worker.input_batch import PromptChunk, SamplingRows
+
+NOT_FINITE = (
+    "no token could be sampled: the model's logits hold NaN or infinity, or logit_bias and min_tokens ban every token."
+)
+_NOTHING = RowOutput([])
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor on the host once the device has come that far; pinned, so that the host need not wait now."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(slots=True)
+class LogprobColumns:
+    """`gather_logprobs` of some rows, on the host."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+
+    @classmethod
+    def of(cls, gathered: tuple[Tensor, Tensor, Tensor]) -> "LogprobColumns":
+        return cls(*(to_host(tensor) for tensor in gathered))
+
+    def rows(self, num_top: list[int]) -> list[TokenLogprobs]:
+        """One entry per row, cut to as many of the top as that row wants."""
+        columns = zip(self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), num_top, strict=True)
+        return [
+            TokenLogprobs(ids[: 1 + k], scores[: 1 + k], [rank, *range(1, k + 1)]) for ids, scores, rank, k in columns
+        ]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the device thread leaves for the host."""
+
+    error: str | None = None
+    """The step raised: every row of it failed."""
+    is_device_lost: bool = False
+    """The error is one that no later step can survive."""
+    row_errors: dict[int, str] = field(default_factory=dict)
+    """Index in `scheduled` -> why that row failed."""
+    sampling: SamplingRows | None = None
+    token_ids: Tensor | None = None
+    logprobs: LogprobColumns | None = None
+    num_top: list[int] = field(default_factory=list)
+    """Per row of `sampling.logprobs`: how many of the top it wants."""
+    prompt_logprobs: list[tuple[PromptChunk, list[LogprobColumns]]] = field(default_factory=list)
+    ready: torch.cuda.Event | None = None
+    """Recorded after the copies to the host; None where nothing is asynchronous."""
+
+
+class PendingOutput:
+    """The result of a launched plan."""
+
+    def __init__(self, plan: SchedulerOutput, result: "Future[StepResult]") -> None:
+        self._plan = plan
+        self._result = result
+
+    def wait(self) -> ModelOutput:
+        """Block until the step's tokens are on the host. Raises what made the device unusable, if that happened."""
+        result = self._result.result()
+        if result.is_device_lost:
+            raise RuntimeError(result.error)
+        if result.error is None and result.ready is not None:
+            result.ready.synchronize()
+        return ModelOutput(self._plan.step_id, _rows(self._plan, result))
+
+
+def _rows(plan: SchedulerOutput, result: StepResult) -> list[RowOutput]:
+    """The results in the order of `scheduled`."""
+    if result.error is not None:
+        return [RowOutput([], error=result.error) for _ in plan.scheduled]
+    rows = [_NOTHING] * len(plan.scheduled)
+    prompts = {chunk.place: _prompt_rows(chunk, parts) for chunk, parts in result.prompt_logprobs}
+    for place, entries in prompts.items():
+        rows[place] = RowOutput([], prompt_logprobs=entries)
+    sampling = result.sampling
+    if sampling is not None and result.token_ids is not None:
+        scores: dict[int, TokenLogprobs] = {}
+        if result.logprobs is not None and sampling.logprobs is not None:
+            scores = dict(zip(sampling.logprobs.places, result.logprobs.rows(result.num_top), strict=True))
+        for index, (place, token) in enumerate(zip(sampling.places, result.token_ids.tolist(), strict=True)):
+            if token < 0:
+                rows[place] = RowOutput([], error=NOT_FINITE)
+            else:
+                logprobs = [scores[index]] if index in scores else None
+                rows[place] = RowOutput([token], logprobs, prompts.get(place))
+    for place, why in result.row_errors.items():
+        rows[place] = RowOutput([], error=why)
+    return rows
+
+
+def _prompt_rows(chunk: PromptChunk, parts: list[LogprobColumns]) -> list[TokenLogprobs]:
+    return [entry for part in parts for entry in part.rows([chunk.num_top] * len(part.ranks))]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One device's worker: starts it up, takes plans, shuts it down. What engines call an executor's rank."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from headrace.attention.choose import choose_backend
+from headrace.config.resolve import ResolvedConfig
+from headrace.core.kv_cache_spec import KvGroup, group_layers
+from headrace.core.ledger import MemoryLedger
+from headrace.core.output import SchedulerOutput
+from headrace.layers.build import BuildContext
+from headrace.logger import get_logger
+from headrace.models.base import CausalLM
+from headrace.models.registry import build_model
+from headrace.models.weights import load_model_weights, open_checkpoint
+from headrace.quantization.choose import make_quant_method
+from headrace.utils.hub import ModelSource
+from headrace.utils.machine import available_memory
+from headrace.utils.math import cdiv
+from headrace.worker import memory, profiling
+from headrace.worker.device import keep_freed_memory
+from headrace.worker.kv_cache import KVArenas
+from headrace.worker.launch_queue import InlineQueue, LaunchQueue, ThreadQueue
+from headrace.worker.model_runner import ModelRunner
+from headrace.worker.request_state import RequestState
+from headrace.worker.step_result import PendingOutput
+
+ProgressCallback = Callable[[str, int, int], None]
+"""(what is done, how much of it, of how much), in bytes or items."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a started worker found and decided."""
+
+    num_blocks: int
+    tokens_per_block: int
+    kv_bytes_per_token: int
+    max_seq_len: int
+    """The config's, or less where that was `auto` and the cache holds less."""
+    num_groups: int
+    """KV groups: block tables per row."""
+    ledger: list[str]
+    """The memory ledger, a line each."""
+    load_s: float
+    """Seconds to read and place the weights."""
+    start_s: float
+    """Seconds from nothing to ready, the load included."""
+
+
+class Worker:
+    """Carries plans out in the order of their launch; `forward` and `sample` return at once.
+
+    On a GPU the launches go to its stream. On a CPU one thread does all of torch's work, so that there, too, the host
+    is ahead of the device.
+    """
+
+    def __init__(self, config: ResolvedConfig, source: ModelSource) -> None:
+        self._config = config
+        self._source = source
+        self._device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
+        self._queue: LaunchQueue = InlineQueue() if config.device == "cuda" else ThreadQueue(config.num_threads)
+        self._runner: ModelRunner | None = None
+
+    def start(self, progress: ProgressCallback | None = None) -> WorkerInfo:
+        """Load the model, share out the memory, warm up. ModelLoadError or ConfigError where that cannot be."""
+        return self._queue.submit(lambda: self._start(progress)).result()
+
+    def forward(self, plan: SchedulerOutput) -> None:
+        """Launch a plan's body."""
+        assert self._runner is not None, "the worker is started first"
+        self._queue.submit(partial(self._runner.forward, plan))
+
+    def sample(self, plan: SchedulerOutput, masks: None = None) -> PendingOutput:
+        """Launch the rest of the plan that `forward` was last given."""
+        assert self._runner is not None, "the worker is started first"
+        return PendingOutput(plan, self._queue.submit(partial(self._runner.sample, plan, masks)))
+
+    def shutdown(self) -> None:
+        """Finish what was launched and let go of the device. Any number of times."""
+        self._queue.close()
+        if self._runner is not None:
+            self._runner = None
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _start(self, progress: ProgressCallback | None) -> WorkerInfo:
+        began = time.monotonic()
+        config, device = self._config, self._device
+        in_use = memory.in_use_before(device)
+        model = self._build()
+        stream = open_checkpoint(self._source, config.model, config.args.load_format)
+        load_model_weights(model, stream, progress)
+        load_s = time.monotonic() - began
+        if device.type == "cpu":
+            keep_freed_memory()
+        groups = group_layers(model.kv_specs())
+        ledger = self._share_memory(model, groups, in_use)
+        self._runner = self._make_runner(model, groups, ledger.num_blocks)
+        self._warm_up(self._runner, len(groups), ledger.num_blocks)
+        logger.debug("Warm after %.1f s.", time.monotonic() - began)
+        return WorkerInfo(
+            num_blocks=ledger.num_blocks,
+            tokens_per_block=config.tokens_per_block,
+            kv_bytes_per_token=ledger.kv_bytes_per_token,
+            max_seq_len=min(ledger.max_seq_len, config.max_seq_len),
+            num_groups=len(groups),
+            ledger=ledger.lines(),
+            load_s=load_s,
+            start_s=time.monotonic() - began,
+        )
+
+    def _build(self) -> CausalLM:
+        config, device = self._config, self._device
+        dtype = torch_dtype(config.dtype)
+        quant = partial(
+            make_quant_method,
+            cfg=config.model,
+            dtype=dtype,
+            device_type=device.type,
+            source_kind=self._source.kind,
+            free_memory=available_memory() if device.type == "cpu" else None,
+        )
+        ctx = BuildContext(
+            dtype=dtype,
+            device=device,
+            quant=quant,
+            backend=partial(choose_backend, device_type=device.type, setting=config.attn_backend),
+            kv_dtype=torch_dtype(config.kv_dtype),
+            max_positions=config.max_seq_len,
+            tokens_per_block=config.tokens_per_block,
+        )
+        return build_model(config.model, ctx)
+
+    def _make_runner(self, model: CausalLM, groups: list[KvGroup], num_blocks: int) -> ModelRunner:
+        config, device = self._config, self._device
+        max_blocks = cdiv(config.max_seq_len, config.tokens_per_block)
+        state = RequestState(config.max_batch_size, config.max_seq_len, [max_blocks] * len(groups), device)
+        arenas = KVArenas(groups, num_blocks, config.tokens_per_block, torch_dtype(config.kv_dtype), device)
+        return ModelRunner(
+            model,
+            state,
+            arenas,
+            config.max_num_tokens,
+            config.tokens_per_block,
+            config.model.vocab_size,
+            clear_new_blocks=config.attn_backend == "VANILLA",
+        )
+
+    def _share_memory(self, model: CausalLM, groups: list[KvGroup], in_use: int) -> MemoryLedger:
+        """On a GPU after the largest step has been run and measured, over a cache of few blocks used many times."""
+        config = self._config
+        if self._device.type == "cpu":
+            return memory.share_host(config, groups)
+        weights = torch.cuda.memory_allocated()
+        runner = self._make_runner(model, groups, num_blocks=1)
+        fixed = torch.cuda.memory_allocated() - weights
+        lengths = profiling.largest_step(config.max_batch_size, config.max_num_tokens, config.max_seq_len)
+        plan = profiling.made_up_plan(lengths, profiling.EVERYTHING, 1, len(groups), config.tokens_per_block)
+        # Twice: the first also compiles, and allocates what libraries keep.
+        peak = max(profiling.peak_bytes(runner, plan) for _ in range(2))
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+        return memory.share_gpu(config, groups, in_use, weights, fixed, peak)
+
+    def _warm_up(self, runner: ModelRunner, num_groups: int, num_blocks: int) -> None:
+        config = self._config
+        limits = (config.max_batch_size, config.max_num_tokens, config.max_seq_len)
+        for lengths, spec in profiling.warm_up_steps(self._device.type, *limits):
+            profiling.run(
+                runner, profiling.made_up_plan(lengths, spec, num_blocks, num_groups, config.tokens_per_block)
+            )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`bfloat16` -> torch.bfloat16."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table of cases for every attention backend, and attention written as plainly as can be."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headrace.attention.base import DTYPES, AttentionMetadata, AttentionNeed
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Rows as (cached tokens, new tokens); those of one new token come first, a row (0, 0) is padding."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    tokens_per_block: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    extra_tokens: int = 0
+    """Padding tokens after the last row."""
+    num_layers: int = 2
+
+    def need(self, dtype: str) -> AttentionNeed:
+        """The layer's need in a dtype."""
+        return AttentionNeed(
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5 * 2,
+            window=self.window,
+            softcap=self.softcap,
+            dtype=dtype,
+            kv_dtype=dtype,
+            tokens_per_block=self.tokens_per_block,
+        )
+
+
+MIXED = ((37, 1), (0, 1), (150, 1), (16, 23), (0, 40), (37, 16))
+
+CASES = (
+    AttentionCase("one_token", ((0, 1),)),
+    AttentionCase("decode_alone", ((99, 1),), num_q_heads=9, num_kv_heads=3),
+    AttentionCase("decode_split_over_many_items", ((700, 1), (3, 1), (200, 1))),
+    AttentionCase("decode_at_block_boundaries", ((14, 1), (15, 1), (16, 1), (31, 1), (32, 1), (63, 1), (64, 1))),
+    AttentionCase("decode_with_padding_rows", ((40, 1), (63, 1), (0, 0), (0, 0)), extra_tokens=2),
+    AttentionCase("prefill_whole", ((0, 7), (0, 16), (0, 17), (0, 130))),
+    AttentionCase("prefill_after_a_prefix_of_16", ((16, 48),)),
+    AttentionCase("prefill_after_a_prefix_of_37", ((37, 90),)),
+    AttentionCase("prefill_of_all_but_one", ((99, 1), (128, 2))),
+    AttentionCase("a_row_of_one_token_among_prefills", ((0, 33), (50, 1), (5, 12))),
+    AttentionCase("mixed", MIXED),
+    AttentionCase("mixed_with_padding", (*MIXED, (0, 0)), extra_tokens=5),
+    AttentionCase("multi_query", MIXED, num_q_heads=8, num_kv_heads=1),
+    AttentionCase("one_head_each", MIXED, num_q_heads=2, num_kv_heads=2),
+    AttentionCase("group_of_three", MIXED, num_q_heads=9, num_kv_heads=3),
+    AttentionCase("group_of_seven", MIXED, num_q_heads=14, num_kv_heads=2),
+    AttentionCase("head_dim_80", MIXED, head_dim=80),
+    AttentionCase("head_dim_96", MIXED, head_dim=96),
+    AttentionCase("head_dim_128_block_32", MIXED, head_dim=128, tokens_per_block=32),
+    AttentionCase("head_dim_256", MIXED, num_q_heads=4, num_kv_heads=1, head_dim=256, tokens_per_block=32),
+    AttentionCase("block_64", MIXED, tokens_per_block=64),
+    AttentionCase("window_20", MIXED, window=20),
+    AttentionCase("window_of_one", MIXED, window=1),
+    AttentionCase("window_100_long", ((300, 1), (90, 1), (0, 250), (220, 70)), window=100),
+    AttentionCase("softcap", MIXED, softcap=3.0),
+    AttentionCase("window_and_softcap", MIXED, window=33, softcap=5.0),
+    AttentionCase("many_short_rows", tuple((5 + 7 * i, 1) for i in range(12))),
+)
+
+
+@dataclass(slots=True)
+class Step:
+    """A case's tensors."""
+
+    q: Tensor
+    kv_cache: Tensor
+    metadata: AttentionMetadata
+    keys: list[Tensor]
+    """Each row's keys [length, num_kv_heads, head_dim], in order."""
+    values: list[Tensor]
+
+
+def build_step(case: AttentionCase, dtype: torch.dtype, device: str, fill: float = float("nan")) -> Step:
+    """Random rows scattered over an arena of several layers; every slot that no row's token owns holds `fill`."""
+    generator = torch.Generator().manual_seed(len(case.name))
+    size, rows = case.tokens_per_block, case.rows
+    lens = [cached + new for cached, new in rows]
+    counts = [-(-length // size) for length in lens]
+    num_blocks = sum(counts) + 3
+    arena = torch.full((num_blocks, case.num_layers, 2, case.num_kv_heads, size, case.head_dim), fill)
+    ids = torch.randperm(num_blocks, generator=generator)
+    table = torch.zeros(len(rows), max(counts) + 2, dtype=torch.int32)
+    layer = case.num_layers - 1
+    keys, values, slots, used = [], [], [], 0
+    for row, length in enumerate(lens):
+        blocks = ids[used : used + counts[row]]
+        used += counts[row]
+        table[row, : counts[row]] = blocks
+        kv = torch.randn(2, length, case.num_kv_heads, case.head_dim, generator=generator)
+        place = torch.arange(length)
+        arena[blocks[place // size], layer, :, :, place % size] = kv.transpose(0, 1)
+        keys.append(kv[0].to(dtype))
+        values.append(kv[1].to(dtype))
+        slots.append((blocks[place // size] * size + place % size)[rows[row][0] :])
+    new = torch.tensor([n for _, n in rows])
+    starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
+    starts[1:] = new.cumsum(0)
+    num_tokens = int(starts[-1]) + case.extra_tokens
+    padding = torch.full((case.extra_tokens,), -1)
+    num_decode_rows = next((row for row, (_, n) in enumerate(rows) if n > 1), len(rows))
+    arena = arena.to(device, dtype)
+    metadata = AttentionMetadata(
+        num_tokens=num_tokens,
+        num_rows=len(rows),
+        num_decode_rows=num_decode_rows,
+        max_query_len=max(n for _, n in rows),
+        max_seq_len=max(lens),
+        query_start_loc=starts.to(device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        positions=torch.cat([torch.arange(c, c + n) for c, n in rows] + [padding * 0]).to(device),
+        block_tables=(table.to(device),),
+        slot_mapping=(torch.cat([*slots, padding]).to(device),),
+    )
+    # q as the fused op hands it out on the CPU: a view into wider rows.
+    wide = torch.randn(num_tokens, case.num_q_heads + 2 * case.num_kv_heads, case.head_dim, generator=generator)
+    q = wide.to(device, dtype)[:, : case.num_q_heads]
+    return Step(q, arena[:, layer], metadata, keys, values)
+
+
+def dense_attention(case: AttentionCase, need: AttentionNeed, step: Step) -> Tensor:
+    """[tokens of the rows, num_q_heads * head_dim] in fp64, one query at a time."""
+    q = step.q.double().cpu()
+    out = []
+    token = 0
+    for (cached, new), keys, values in zip(case.rows, step.keys, step.values, strict=True):
+        for position in range(cached, cached + new):
+            first = 0 if need.window is None else max(0, position + 1 - need.window)
+            for head in range(need.num_q_heads):
+                kv_head = head // (need.num_q_heads // need.num_kv_heads)
+                scores = keys[first : position + 1, kv_head].double() @ q[token, head] * need.scale
+                if need.softcap is not None:
+                    scores = need.softcap * torch.tanh(scores / need.softcap)
+                out.append(scores.softmax(0) @ values[first : position + 1, kv_head].double())
+            token += 1
+    return torch.stack(out).view(token, -1)
+
+
+# Largest error of a result of size about 1: roundings of the inputs are shared with the dense form, those of the weights
+# and of the result are not.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def with_heads(case: AttentionCase, num_q_heads: int, num_kv_heads: int) -> AttentionCase:
+    """The same rows with other heads."""
+    return replace(case, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
