@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debug switches: environment variables that are not settings. (Every setting has a variable of its own, HEADRACE_ and its
-name in capitals, generated from the config tree.) At most twelve."""
+"""Debug switches: environment variables that are not settings. At most twelve.
+
+Every setting has a variable of its own, HEADRACE_ and its name in capitals, generated from the config tree.
+"""
 
 import os
 

@@ -6,6 +6,13 @@ import os
 import sys
 
 ROOT = "headrace"
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
 _FORMAT = "%(asctime)s %(levelname)s %(process_name)s%(message)s"
 
 
@@ -46,8 +53,7 @@ def get_logger(name: str) -> logging.Logger:
 
 def set_level(level: str) -> None:
     """How much is said: debug, info, warning, error or critical; an unknown word means info."""
-    known = logging.getLevelNamesMapping() if sys.version_info >= (3, 11) else logging._nameToLevel
-    logging.getLogger(ROOT).setLevel(known.get(level.upper(), logging.INFO))
+    logging.getLogger(ROOT).setLevel(LEVELS.get(level.lower(), logging.INFO))
 
 
 def set_process_name(name: str) -> None:

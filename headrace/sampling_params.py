@@ -13,9 +13,9 @@ from headrace.errors import RequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
-MAX_STOP_TOKEN_IDS = 1024
+MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 100
-MAX_LOGIT_BIAS = 4096
+MAX_LOGIT_BIAS = 1024
 
 # Known fields without an implementation, each with the values that ask for nothing (None always does).
 NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -64,7 +64,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "presence_penalty": (-2.0, 2.0, "from -2 to 2"),
     "frequency_penalty": (-2.0, 2.0, "from -2 to 2"),
     "min_tokens": (0, 2**31 - 1, "0 or more"),
-    "max_tokens": (1, 2**31 - 1, "1 or more"),
+    "max_tokens": (1, 2**31 - 1, "from 1 to 2147483647"),
     "logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
     "prompt_logprobs": (0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
     "truncate_prompt_tokens": (1, 2**31 - 1, "1 or more"),
@@ -113,7 +113,7 @@ class SamplingParams(BaseModel):
     frequency_penalty: float = 0.0
     """Taken from a token's logit for each time it stands in the output, -2 to 2."""
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_integer_keys)] = None
-    """Token id -> what is added to its logit, -100 to 100."""
+    """Token id -> what is added to its logit, -100 to 100; at most 1,024 tokens."""
     min_tokens: int = 0
     """No end before this many output tokens."""
     max_tokens: int | None = None
@@ -123,7 +123,7 @@ class SamplingParams(BaseModel):
     stop: Annotated[str | list[str] | None, BeforeValidator(_as_list)] = None
     """Text that ends the answer: at most 64 strings of 1,000 characters."""
     stop_token_ids: Annotated[list[int] | None, BeforeValidator(_as_list)] = None
-    """Token ids that end the answer, at most 1,024."""
+    """Token ids that end the answer, at most 128."""
     include_stop_str_in_output: bool = False
     """Leave the stop string in the text."""
     logprobs: int | None = None

@@ -35,7 +35,7 @@ def bench_headrace(model: str, threads: int, seed: int) -> dict[str, float]:
 
     async def stream(llm, ids: list[int], max_tokens: int, times: list[float]) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        async for output in llm.generate_async(ids, params, streaming=True):
+        async for output in llm.generate_async(ids, params):
             times.extend([time.perf_counter()] * len(output.outputs[0].token_ids_diff))
 
     async def run(llm) -> dict[str, float]:

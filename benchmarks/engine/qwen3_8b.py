@@ -36,7 +36,7 @@ async def stream(llm, ids: list[int], max_tokens: int) -> tuple[float, float, in
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     start, first, count = time.perf_counter(), 0.0, 0
-    async for output in llm.generate_async(ids, params, streaming=True):
+    async for output in llm.generate_async(ids, params):
         count = len(output.outputs[0].token_ids)
         first = first or time.perf_counter() - start
     return first, time.perf_counter() - start, count

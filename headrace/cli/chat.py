@@ -52,7 +52,7 @@ def _run_local(invocation: Invocation, options: dict[str, Any]) -> int:
     with LocalModel(settings.args) as model:
         if not model.has_chat_template:
             raise UserError(
-                f"{model.name} has no chat template: give one with --chat_template FILE, or use `headrace generate --raw`.",
+                f"{model.name} has no chat template: give --chat_template FILE, or use `headrace generate --raw`.",
                 param="chat_template",
             )
         return Chat(model.name, lambda m: model.chat(m, params, write), options["system"]).run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace config MODEL [flags]`: the resolved configuration and where each value came from, as YAML that loads again."""
+"""`headrace config MODEL`: the resolved configuration and where each value came from, as YAML that loads again."""
 
 import json
 import sys

@@ -171,7 +171,7 @@ class Flags:
         own = parser.add_argument_group(command.name)
         for option in command.options:
             names = [f"--{option.name}"] if option.short is None else [option.short, f"--{option.name}"]
-            shown = f"{option.help[:1].upper()}{option.help[1:]}{'' if option.default is None else f' (default: {option.default})'}"
+            shown = f"{option.help[:1].upper()}{option.help[1:]}"
             metavar = "" if option.kind == "flag" else option.metavar
             own.add_argument(*names, dest=option.name, action="append", metavar=metavar, help=shown)
         own.add_argument("-h", "--help", action="store_true", help="The usual flags; --help-all: every flag")
@@ -200,9 +200,10 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 def _epilog(command: Command, hidden: int) -> str:
     more = f"{hidden} more flags: headrace {command.name} --help-all. " if hidden else ""
     return (
-        f"{more}A flag that is true or false is on by its name alone and off as --no_NAME. Underscores and dashes are the "
-        "same. Any setting may also stand in a YAML file (--config) or in the environment as HEADRACE_NAME, a nested one "
-        f"as HEADRACE_GROUP__NAME; a flag wins over the environment, and that over the file. Example: {command.example}"
+        f"{more}A flag that is true or false is on by its name alone and off as --no_NAME. Underscores and dashes are "
+        "the same. Any setting may also stand in a YAML file (--config) or in the environment as HEADRACE_NAME, a "
+        "nested one as HEADRACE_GROUP__NAME; a flag wins over the environment, and that over the file. Example: "
+        f"{command.example}"
     )
 
 
@@ -213,7 +214,7 @@ def _leaf_help(leaf: Leaf) -> str:
         return f"{text}{status} (the whole group as YAML)".replace("%", "%%")
     default = leaf.field.default
     shown = (
-        "none" if default is None or default == [] else str(default).lower() if isinstance(default, bool) else default
+        "none" if default is None or default == () else str(default).lower() if isinstance(default, bool) else default
     )
     return f"{text}{status} (default: {shown})".replace("%", "%%")
 
@@ -229,8 +230,10 @@ def _metavar(leaf: Leaf) -> str:
 
 
 def _word(kind: Any) -> str:
-    base = get_args(kind)[0] if get_origin(kind) not in (None, Literal, list, dict) and get_args(kind) else kind
-    return {int: "N", float: "X", str: "TEXT", bool: "BOOL"}.get(base, "LIST" if get_origin(kind) is list else "")
+    base = get_args(kind)[0] if get_origin(kind) not in (None, Literal, list, tuple, dict) and get_args(kind) else kind
+    return {int: "N", float: "X", str: "TEXT", bool: "BOOL"}.get(
+        base, "LIST" if get_origin(kind) in (list, tuple) else ""
+    )
 
 
 def _take(spelled: str, value: str | None, rest: list[str]) -> str:

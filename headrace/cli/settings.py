@@ -20,8 +20,8 @@ def read_settings(invocation: Invocation) -> Settings:
     if not any("model" in layer.values for layer in layers):
         name = invocation.command.name
         raise UserError(
-            f"No model is named: give `headrace {name} MODEL`, where MODEL is a Hugging Face folder, a .gguf file, a Hub id, "
-            "or demo.",
+            f"No model is named: give `headrace {name} MODEL`, where MODEL is a Hugging Face folder, a .gguf file, a "
+            "Hub id, or demo.",
             param="model",
         )
     return load_settings(layers)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of every setting: frozen, unknown keys refused, the docstring under a field is its help."""
 
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def nested(annotation: Any) -> type[Config] | None:
 def owner_of(cls: type[Config], name: str) -> type[Config]:
     """The class in the bases of `cls` whose body declares a field."""
     for base in reversed(cls.__mro__):
-        if name in base.__dict__.get("__annotations__", {}) and issubclass(base, Config):
+        if issubclass(base, Config) and name in inspect.get_annotations(base):
             return base
     return cls
 

@@ -55,7 +55,7 @@ def _sentences(detail: Any, cls: type[BaseModel], origin: Mapping[str, str]) -> 
         yield name, f"{cls.__name__} takes a mapping of settings, but got {detail['input']!r}."
         return
     field = owner.model_fields[path[-1]]
-    wanted = describe(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
+    wanted = describe(field.annotation) + _bounds(field.metadata)
     yield name, f"{name} = {shown(detail['input'])}{said(name, origin)} is not valid; it takes {wanted}."
 
 
@@ -88,44 +88,21 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def field_path(loc: tuple[int | str, ...], cls: type[BaseModel]) -> tuple[tuple[str, ...], type[BaseModel]]:
-    """The part of an error's location that names fields (not union branches or list indices), and the last owner."""
+    """The part of an error's location that names fields (not union branches or list indices), and the last one's class.
+
+    The last name is no field of its class where the error is an unknown key.
+    """
     path: list[str] = []
-    owner = cls
+    owner: type[BaseModel] = cls
+    inner: type[BaseModel] | None = cls
     for part in loc:
-        if not isinstance(part, str):
-            break
-        field = owner.model_fields.get(part)
-        if field is None:
-            if part in (owner.__name__, f"function-before[_drop_what_asks_for_nothing(), {owner.__name__}]"):
-                continue
-            return (*path, part), owner
-        path.append(part)
-        inner = _model_in(field.annotation)
-        if inner is None:
+        if inner is None or not isinstance(part, str):
             break
         owner = inner
-    if (
-        path
-        and _model_in(owner.model_fields.get(path[-1], _NO_FIELD).annotation) is None
-        and path[-1] in owner.model_fields
-    ):
-        return tuple(path), owner
-    return tuple(path), _owner_of_last(path, cls)
-
-
-class _NoField:
-    annotation = None
-
-
-_NO_FIELD: Any = _NoField()
-
-
-def _owner_of_last(path: list[str], cls: type[BaseModel]) -> type[BaseModel]:
-    owner = cls
-    for part in path[:-1]:
-        inner = _model_in(owner.model_fields[part].annotation)
-        owner = inner or owner
-    return owner
+        path.append(part)
+        field = owner.model_fields.get(part)
+        inner = _model_in(field.annotation) if field is not None else None
+    return tuple(path), owner
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -45,18 +45,51 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "mlp_bias": False,
 }
 # Values that a checkpoint with a nested text model may keep outside of it.
-OUTER = ("architectures", "tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype",
-         "quantization_config")  # fmt: skip
+OUTER = (
+    "architectures",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
 READ = frozenset(
     {
-        *OUTER, "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias",
-        "hidden_act", "hidden_activation", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-        "original_max_position_embeddings", "rope_local_base_freq", "sliding_window", "use_sliding_window", "layer_types",
-        "max_window_layers", "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval", "query_pre_attn_scalar",
-        "attn_logit_softcapping", "final_logit_softcapping",
+        *OUTER,
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "hidden_act",
+        "hidden_activation",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "rope_local_base_freq",
+        "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+        "max_window_layers",
+        "sliding_window_pattern",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
     }
-)  # fmt: skip
+)
 
 
 def read_hf(hf: Mapping[str, Any], generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,9 +188,14 @@ def _architecture(flat: Mapping[str, Any], model_type: str) -> str:
     if names:
         return str(names[0])
     usual = {
-        "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "phi3": "Phi3ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-    }  # fmt: skip
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "smollm3": "SmolLM3ForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
+        "phi3": "Phi3ForCausalLM",
+    }
     if model_type in usual:
         return usual[model_type]
     raise ModelLoadError("config.json names no architecture (`architectures`) and no model_type that Headrace knows.")

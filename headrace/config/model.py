@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ModelConfig`: a checkpoint's facts under our names; `from_hf` is the only reader of Hugging Face json."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +59,7 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What q·k is multiplied by."""
-        return float(self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     @property
     def max_model_len(self) -> int:
@@ -70,7 +71,7 @@ class ModelConfig:
 
     @property
     def longest_allowed(self) -> int:
-        """Longest sequence that may be asked for: further than `max_model_len` where the RoPE scaling stretches freely."""
+        """Longest sequence that may be asked for: over `max_model_len` where the RoPE scaling stretches freely."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_model_len * self.rope.factor)
         return self.max_model_len
@@ -88,8 +89,9 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """The config of an HF `config.json` (v4 or v5 spelling), as a dict; its eos ids and generation_config's together.
+        """The config of an HF `config.json` (v4 or v5 spelling); its eos ids and generation_config's together.
 
-        Raises ModelLoadError for an architecture that is not known, and for a value that is missing or impossible.
+        Takes any architecture that is spelled the common way; which ones have code is the registry's knowledge. Raises
+        ModelLoadError for a value that is missing or impossible.
         """
         return cls(**read_hf(hf, generation_config or {}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resolve`: settings, model and device in; every number final out. Pure: reads nothing, changes nothing, logs nothing."""
+"""`resolve`: settings, model and device in; every number final out. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class ResolvedConfig:
     num_threads: int
     """CPU threads for compute."""
     origin: Mapping[str, str] = field(default_factory=dict)
-    """Dotted setting -> where its value came from: command line, environment, yaml, argument, default, or `auto: why`."""
+    """Dotted setting -> its source: command line, environment, yaml, argument, default, or `auto: why`."""
     notes: tuple[str, ...] = ()
     """What the user should know of these choices, a sentence each; logged once at start."""
 
@@ -115,7 +115,7 @@ def resolve(
         waiting_queue_policy=args.scheduler_config.waiting_queue_policy,
         num_threads=_num_threads(choices),
         origin=choices.origin,
-        notes=tuple([*choices.notes, *_not_built_notes(args)]),
+        notes=(*choices.notes, *_not_built_notes(args)),
     )
 
 
@@ -183,8 +183,8 @@ def _max_seq_len(choices: _Choices, dtype: str, kv_dtype: str) -> int:
     limit = max(fits // size * size, min(size * 8, model.max_model_len))
     choices.chose("max_seq_len", f"what fits in memory (the model's is {model.max_model_len})")
     choices.notes.append(
-        f"max_seq_len is {limit}, less than the model's {model.max_model_len}: the KV cache of one request that long would "
-        "not fit in memory beside the weights."
+        f"max_seq_len is {limit}, less than the model's {model.max_model_len}: the KV cache of one request that long "
+        "would not fit in memory beside the weights."
     )
     return limit
 

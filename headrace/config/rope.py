@@ -22,8 +22,8 @@ class RopeConfig:
     factor: float = 1.0
     """linear, dynamic, llama3, yarn, longrope: how far positions are stretched."""
     original_max_position_embeddings: int | None = None
-    """llama3, yarn, longrope: positions the model was trained on before it was stretched; dynamic: max_position_embeddings.
-    Always set for these."""
+    """llama3, yarn, longrope: positions the model was trained on before it was stretched; dynamic:
+    max_position_embeddings. Always set for these."""
     low_freq_factor: float = 1.0
     """llama3."""
     high_freq_factor: float = 4.0
@@ -51,7 +51,7 @@ class RopeConfig:
 
 
 def read_rope(hf: Mapping[str, Any], max_position_embeddings: int, layer_type: str | None = None) -> RopeConfig:
-    """The rotary embedding of an HF config, in the v4 (`rope_theta`, `rope_scaling`) or v5 (`rope_parameters`) spelling.
+    """The rotary embedding of an HF config, spelled as in v4 (`rope_theta`, `rope_scaling`) or v5 (`rope_parameters`).
 
     layer_type: which entry to take where v5 keeps one per layer type.
     """
@@ -66,7 +66,7 @@ def read_rope(hf: Mapping[str, Any], max_position_embeddings: int, layer_type: s
         raise ModelLoadError(
             f"RoPE scaling {spelled!r} is not supported; supported are {', '.join(get_args(RopeKind))}."
         )
-    # A value beside rope_parameters wins over the one inside, as in Transformers (Phi-3 keeps the trained length there).
+    # A value beside rope_parameters wins over the one inside, as in Transformers: Phi-3 keeps the trained length there.
     original = hf.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
     return _stretched(cast(RopeKind, kind), float(theta), float(partial), params, original, max_position_embeddings)
 

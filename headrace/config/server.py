@@ -17,11 +17,11 @@ class ServerConfig(Config):
     """Address to listen on; 0.0.0.0 is every interface."""
     port: Annotated[int, Field(ge=0, le=65535), Common] = 8000
     """Port to listen on; 0 picks a free one."""
-    api_key: Annotated[list[str], Hint(common=True, secret=True)] = []
+    api_key: Annotated[tuple[str, ...], Hint(common=True, secret=True)] = ()
     """Key that clients must send as `Authorization: Bearer KEY`; repeat the flag for more than one."""
     api_key_file: str | None = None
     """File with one such key a line."""
-    admin_key: Annotated[list[str], Hint(secret=True)] = []
+    admin_key: Annotated[tuple[str, ...], Hint(secret=True)] = ()
     """Key for the routes that change the server; without one they take an `api_key`."""
     admin_key_file: str | None = None
     """File with one admin key a line."""
@@ -33,7 +33,7 @@ class ServerConfig(Config):
     """Seconds an idle connection stays open."""
     max_waiting_requests: Annotated[Count | None, Beta] = None
     """Requests that may wait before new ones get 503; none: no limit."""
-    allow_origins: list[str] = []
+    allow_origins: tuple[str, ...] = ()
     """Origins that browsers may call from (CORS); `*` is all."""
     access_log: bool = False
     """Log a line for each request."""
@@ -41,9 +41,9 @@ class ServerConfig(Config):
     """How much is logged."""
 
     def with_key_files(self) -> "ServerConfig":
-        """The same with the keys of the key files among `api_key` and `admin_key`. Raises ConfigError, naming the file."""
-        keys = [*self.api_key, *_keys_in("api_key_file", self.api_key_file)]
-        admin_keys = [*self.admin_key, *_keys_in("admin_key_file", self.admin_key_file)]
+        """The same with the key files' keys among `api_key` and `admin_key`. Raises ConfigError, naming the file."""
+        keys = (*self.api_key, *_keys_in("api_key_file", self.api_key_file))
+        admin_keys = (*self.admin_key, *_keys_in("admin_key_file", self.admin_key_file))
         return self.model_copy(update={"api_key": keys, "admin_key": admin_keys})
 
 

@@ -8,7 +8,7 @@ value is checked the same way wherever it came from, and the message names its s
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -19,6 +19,8 @@ from headrace.config.server import ServerConfig
 from headrace.envs import SWITCHES
 from headrace.errors import ConfigError
 from headrace.utils.lazy import require
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 PREFIX = "HEADRACE_"
 TREES: tuple[type[Config], ...] = (LlmArgs, ServerConfig)
@@ -73,15 +75,21 @@ def load_settings(layers: Sequence[Layer]) -> Settings:
     engine = {key: value for key, value in merged.items() if key not in ServerConfig.model_fields}
     server = {key: value for key, value in merged.items() if key in ServerConfig.model_fields}
     errors: list[ConfigError] = []
-    built: list[Any] = []
-    for cls, values in ((LlmArgs, engine), (ServerConfig, server)):
-        try:
-            built.append(cls.model_validate(values))
-        except ValidationError as error:
-            errors.append(explain(error, cls, spelled))
-    if errors:
+    args = _build(LlmArgs, engine, spelled, errors)
+    served = _build(ServerConfig, server, spelled, errors)
+    if args is None or served is None:
         raise ConfigError("\n".join(e.message for e in errors), param=errors[0].param)
-    return Settings(built[0], built[1], origin, tuple(overridden))
+    return Settings(args, served, origin, tuple(overridden))
+
+
+def _build(
+    cls: type[AnyConfig], values: dict[str, Any], spelled: Mapping[str, str], errors: list[ConfigError]
+) -> AnyConfig | None:
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        errors.append(explain(error, cls, spelled))
+        return None
 
 
 def _merge(
@@ -147,7 +155,7 @@ def nearest_setting(name: str) -> str | None:
 
 
 def parse_text(text: str, leaf: Leaf) -> Any:
-    """A value as it is written on a command line or in a variable. Numbers and booleans stay text, for the field to read."""
+    """A value as written on a command line or in a variable. Numbers and booleans stay text, for the field to read."""
     annotation = leaf.field.annotation
     options = get_args(annotation)
     if text.strip().lower() in ("none", "null") and type(None) in options:
@@ -204,7 +212,7 @@ def _name_leaves(values: Mapping[str, Any], path: tuple[str, ...], file: str, la
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Settings from HEADRACE_NAME, or HEADRACE_GROUP__NAME for a nested one. Raises ConfigError for a name that is none."""
+    """Settings from HEADRACE_NAME, a nested one from HEADRACE_GROUP__NAME. Raises ConfigError for any other."""
     known = {PREFIX + name.replace(".", "__").upper(): leaf for name, leaf in every_leaf(groups=True).items()}
     layer = Layer("environment")
     for variable, text in sorted(environ.items()):

@@ -113,6 +113,7 @@ class RadixTree:
         `block_ids` stay the caller's. Otherwise the tree owns them from now on.
         """
         key = tuple(token_ids)
+        assert len(key) == self.tokens_per_block, "a block of tokens that are not all known"
         given_up: BlockIds | None = None
         node = parent.children.get(key)
         if node is None:

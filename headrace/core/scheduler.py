@@ -177,7 +177,7 @@ class Scheduler:
     def _num_missing_blocks(self, decodes: list[Request]) -> int:
         return sum(request.num_launched_tokens == request.table.num_token_slots for request in decodes)
 
-    def _cheapest_to_preempt(self, keep: Request | None = None) -> Request | None:
+    def _cheapest_to_preempt(self) -> Request | None:
         """The running request whose preemption costs least; never the first in policy order, so that one always ends.
 
         A covered one costs nothing, as its results are on their way. Then the least important, then the one with the
@@ -185,7 +185,7 @@ class Scheduler:
         """
         first = min(self.running, key=self.policy.key)
         return min(
-            (request for request in self.running if request is not first and request is not keep),
+            (request for request in self.running if request is not first),
             key=lambda r: (not r.is_covered, self.policy.level(r), r.num_launched_tokens, -r.arrival),
             default=None,
         )
@@ -195,7 +195,6 @@ class Scheduler:
         budget = self.limits.prefill_budget(num_decodes)
         num_left = budget
         prefills.sort(key=self.policy.key, reverse=True)
-        stuck = prefills[-1] if prefills else None
         while num_left > 0:
             waiting = self._first_waiting() if may_admit else None
             if waiting is not None and (not prefills or self.policy.key(waiting) < self.policy.key(prefills[-1])):
@@ -208,26 +207,19 @@ class Scheduler:
             else:
                 break
             num_left -= self._run_chunk(step, request, num_left)
-        if step.is_empty and stuck is not None:
-            return self._run_stuck_prefill(step, stuck, budget)
         return budget - num_left
 
     def _run_chunk(self, step: Step, request: Request, budget: int) -> int:
-        """Run what the budget and the blocks allow of a prefill; tokens scheduled."""
+        """Run what the budget and the blocks allow of a prefill; tokens scheduled.
+
+        None for want of blocks can only be while decodes hold what it was promised; they go on, and end.
+        """
         start = request.num_launched_tokens
         wanted = self.limits.chunk_len(request.num_known_tokens - start, budget)
         fits = self.cache.num_tokens_that_fit(request.table, start + wanted) - start
         num_tokens = self.limits.chunk_len(wanted, fits)
         if num_tokens > 0:
             step.run(request, num_tokens)
-        return num_tokens
-
-    def _run_stuck_prefill(self, step: Step, request: Request, budget: int) -> int:
-        """Nothing could run for want of blocks: preempt others for the first prefill, so that the engine moves on."""
-        num_tokens = 0
-        while num_tokens == 0 and (victim := self._cheapest_to_preempt(keep=request)) is not None:
-            self._preempt(victim)
-            num_tokens = self._run_chunk(step, request, budget)
         return num_tokens
 
     # Letting in and pushing back

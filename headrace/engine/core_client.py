@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -112,6 +113,7 @@ class CoreOwner:
         self._on_exit = on_exit
         self._failed: Failed | None = None
         self._stopping = False
+        self._serves = False
         self._life, self._core_end = socket.socketpair()
         self._inner: threading.Thread | None = None
         self._in_process = options.in_process
@@ -128,7 +130,7 @@ class CoreOwner:
         self._stopping = True
         # Shut down rather than closed: the thread still reads from it.
         _shut(self._life)
-        if not self.ready.done() or self.ready.exception() is not None:
+        if not self._serves:
             self._kill()
         self._thread.join(STOP_WAIT_S)
         if self._thread.is_alive():
@@ -181,13 +183,16 @@ class CoreOwner:
             self._kill()
 
     def _run_inside(self) -> None:
-        run_core(self._start, self._core_end)
+        start = receive_life(self._core_end)
+        if isinstance(start, StartCore):
+            run_core(start, self._core_end)
         _shut(self._core_end)
 
     def _hear(self, message: object) -> None:
         if isinstance(message, Progress):
             self._on_progress(message.label, message.done, message.total)
         elif isinstance(message, Ready):
+            self._serves = True
             self.ready.set_result(message.info)
         elif isinstance(message, Failed):
             self._failed = message
@@ -257,9 +262,13 @@ class CoreClient:
             HeadraceError: what went wrong in the core, as the class it was there; EngineDeadError for a crash.
         """
         loop = asyncio.get_running_loop()
-        owner = CoreOwner(args, source, options, on_progress, lambda reason: _call(loop, on_exit, reason))
+        owner = CoreOwner(args, source, options, on_progress, lambda reason: _call(loop, partial(on_exit, reason)))
         try:
-            info = await asyncio.wrap_future(owner.ready)
+            # Not wrap_future: cancelling this wait must leave the owner's future alone.
+            done = asyncio.Event()
+            owner.ready.add_done_callback(lambda _: _call(loop, done.set))
+            await done.wait()
+            info = owner.ready.result()
             client = cls(info, owner)
             client._socket.connect(info.address)
             return client
@@ -353,8 +362,8 @@ def _shut(channel: socket.socket) -> None:
         logger.debug("The core's life channel was closed already.")
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[str], None], argument: str) -> None:
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
     try:
-        loop.call_soon_threadsafe(function, argument)
+        loop.call_soon_threadsafe(function)
     except RuntimeError:
-        logger.debug("The event loop is closed; not told: %s", argument)
+        logger.debug("The event loop is closed; %s is not called.", function)

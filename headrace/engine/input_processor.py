@@ -127,10 +127,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("A text prompt needs a tokenizer, and skip_tokenizer_init is set.", param="prompt")
-            try:
-                return prompt, self._tokenizer.encode(prompt, params.add_special_tokens)
-            except UnicodeEncodeError:
-                raise RequestError("The prompt holds half a surrogate pair; it is not text.", param="prompt") from None
+            return prompt, self._tokenizer.encode(prompt, params.add_special_tokens)
         if not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise RequestError(f"A prompt is text or a list of token ids, but this one is a {kind}.", param="prompt")

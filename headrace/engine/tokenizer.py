@@ -63,8 +63,14 @@ class Tokenizer:
         """Token ids of a text. A text that already starts with the BOS token's text gets it once.
 
         Special tokens that the text spells out become those tokens.
+
+        Raises:
+            RequestError: what Python takes for a string and Unicode does not (half a surrogate pair).
         """
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
         if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
             del ids[0]
         return ids

@@ -150,7 +150,8 @@ def build_sentencepiece(
     )
     parts: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if add_space_prefix:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+        # In front of every piece of text, also after a special token, and where the text has a space itself.
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         parts.append(decoders.Strip(" ", 1, 0))
     else:
         backend.normalizer = normalizers.Replace(" ", "▁")

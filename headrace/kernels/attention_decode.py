@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.kernels.attention_tile import (
     Tile,
     attend_range,
+    block_dim,
     cache_strides,
     decode_tile,
     shared_memory,
@@ -155,9 +156,9 @@ def decode_kernel(
         target = (query_row * out_token_stride + head * HEAD_DIM)[:, None] + column[None, :]
         tl.store(out + target, result.to(out.dtype.element_ty), mask=there)
     else:
-        target = item.to(tl.int64) * num_q_heads + head
-        tl.store(partial + target[:, None] * HEAD_DIM + column[None, :], result, mask=there)
-        tl.store(partial_lse + target, most + tl.log2(total), mask=lane < GROUP_SIZE)
+        item_head = item.to(tl.int64) * num_q_heads + head
+        tl.store(partial + item_head[:, None] * HEAD_DIM + column[None, :], result, mask=there)
+        tl.store(partial_lse + item_head, most + tl.log2(total), mask=lane < GROUP_SIZE)
 
 
 @triton.jit
@@ -289,7 +290,7 @@ def paged_decode(
         num_q_heads,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_DIM=block_dim(head_dim),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         TOKENS_PER_BLOCK=tokens_per_block,
@@ -307,7 +308,7 @@ def paged_decode(
         out.stride(0),
         num_q_heads,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_DIM=block_dim(head_dim),
         BLOCK_ITEMS=REDUCE_ITEMS,
         num_warps=4,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.kernels.attention_tile import (
     Tile,
     attend_range,
+    block_dim,
     cache_strides,
     prefill_tile,
     shared_memory,
@@ -37,6 +38,20 @@ def find_row(query_start_loc, first_row, num_rows, tile, BLOCK_Q: tl.constexpr):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def key_ranges(first_position, last_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """begin, all_begin, all_end, end: some query sees keys from begin to end; all do from all_begin to all_end."""
+    end = last_position + 1
+    all_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    begin = 0
+    all_begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        all_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, end)
+        all_end = tl.maximum(all_begin, all_end)
+    return begin, all_begin, all_end, end
 
 
 @triton.jit
@@ -93,18 +108,7 @@ def prefill_kernel(
     last_position = tl.minimum(first_position + BLOCK_Q, seq_len) - 1
     # Lanes past the chunk's end stand at its last position, so that they see a key like all others.
     position = tl.minimum(seq_len - query_len + token, last_position)
-    begin = 0
-    all_begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        all_begin = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
-    end = last_position + 1
-    # Keys from all_begin to all_end are seen by every query of the tile.
-    all_end = (first_position + 1) // BLOCK_N * BLOCK_N
-    if WINDOW > 0:
-        all_begin = tl.minimum(all_begin, end)
-        all_end = tl.maximum(all_begin, all_end)
-
+    begin, all_begin, all_end, end = key_ranges(first_position, last_position, WINDOW, BLOCK_N)
     keys = cache + kv_head.to(tl.int64) * head_stride
     values = keys + kv_stride
     table = block_table + row.to(tl.int64) * table_stride
@@ -175,7 +179,7 @@ def paged_prefill(
         num_rows,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_DIM=block_dim(head_dim),
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         TOKENS_PER_BLOCK=tokens_per_block,

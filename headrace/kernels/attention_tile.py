@@ -56,6 +56,11 @@ def decode_tile(head_dim: int, element_size: int, group_size: int, shared: int) 
     return Tile(block_m, 32, 4, 3 if shared > 163840 else 2)
 
 
+def block_dim(head_dim: int) -> int:
+    """head_dim as a tile holds it: a power of two, at least the 16 that a product takes."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
 def cache_strides(kv_cache: Tensor) -> tuple[int, int, int, int]:
     """Strides of block, K or V, head and token of a layer's view; its last must be 1."""
     block, kv, head, token, element = kv_cache.stride()

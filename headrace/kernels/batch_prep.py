@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from headrace.kernels.op import Case, op
+from headrace.kernels.op import Case, on_cuda, op
 
 WRITE_WORDS = 4
 """Words that describe one staged write: destination (low half, high half), source, length."""
@@ -196,3 +196,7 @@ def commit_step(
         token_ids[sample_rows, at] = sampled.clamp(min=0).int()
         num_tokens[sample_rows] = at + 1
     return num_computed_tokens, num_tokens, token_ids
+
+
+for _op in (apply_writes, gather_tokens, gather_blocks, commit_step):
+    _op.impl("triton", on_cuda, f"headrace.kernels.batch_prep_triton:{_op.name}")

@@ -25,9 +25,9 @@ def logprob_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
 def gather_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability and rank of each row's chosen token, and its `num_top` best.
 
-    logits: fp32 [n, vocab]. chosen: [n] token ids. Returns token ids int32 [n, 1 + num_top] (the chosen one first, then
-    the best, best first), their log-probabilities fp32 [n, 1 + num_top], and the chosen token's rank int32 [n]: one more
-    than the number of tokens that are strictly more probable.
+    logits: fp32 [n, vocab]. chosen: [n] token ids. Returns token ids int32 [n, 1 + num_top] (the chosen one first,
+    then the best, best first), their log-probabilities fp32 [n, 1 + num_top], and the chosen token's rank int32 [n]:
+    one more than the number of tokens that are strictly more probable.
     """
     chosen = chosen.long()[:, None]
     own = logits.gather(1, chosen)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.op import Case, on_cuda, op
+from headrace.kernels.op import Case, on_cpu, on_cuda, op
 
 SHAPES = ((1, 576), (5, 64), (3, 1000), (64, 4096), (2, 12288))
 """(num_tokens, hidden_size)"""
@@ -55,6 +55,30 @@ def fused_add_rms_norm(
     """
     residual = residual.add_(x)
     return rms_norm.reference(residual, weight, eps, offset), residual
+
+
+# Up to so many rows, the detour by layer_norm is faster: one bf16 row of 576 takes 11.5 us instead of 16.8, 8 take as
+# long either way (measured on a Zen 4 core).
+FEW_ROWS = 4
+
+
+@rms_norm.impl("cpu", on_cpu)
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Few rows through layer_norm, torch's one fused norm on the CPU: x beside -x has mean 0 and x's mean square."""
+    hidden = weight.shape[0]
+    if x.numel() > FEW_ROWS * hidden or offset:
+        return rms_norm.reference(x, weight, eps, offset)
+    both = F.layer_norm(torch.cat((x, -x), -1), (2 * hidden,), torch.cat((weight, weight)), None, eps)
+    return both[..., :hidden].contiguous()
+
+
+@fused_add_rms_norm.impl("cpu", on_cpu)
+def fused_add_rms_norm_cpu(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The same after the sum."""
+    residual = residual.add_(x)
+    return rms_norm_cpu(residual, weight, eps, offset), residual
 
 
 rms_norm.impl("triton", on_cuda, "headrace.kernels.norm_triton:rms_norm")

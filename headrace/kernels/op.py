@@ -109,3 +109,8 @@ def op(cases: Cases | None = None, rtol: float = 1e-5, atol: float = 1e-5) -> Ca
 def on_cuda(device_type: str) -> bool:
     """For `Op.impl`: wherever there is a GPU."""
     return device_type == "cuda"
+
+
+def on_cpu(device_type: str) -> bool:
+    """For `Op.impl`: the processor."""
+    return device_type == "cpu"

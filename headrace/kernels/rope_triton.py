@@ -24,6 +24,17 @@ def head_weight(q_norm, k_norm, column, inside, offset, is_q, is_k, HAS_Q: tl.co
 
 
 @triton.jit
+def store_head(target, first, second, rest, mask, column, rest_column, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
+    """Write heads to `target` [heads, 1] where `mask` [heads, 1]."""
+    dtype = target.dtype.element_ty
+    inside = mask & (column < HALF)[None, :]
+    tl.store(target + column[None, :], first.to(dtype), mask=inside)
+    tl.store(target + HALF + column[None, :], second.to(dtype), mask=inside)
+    if 2 * HALF < HEAD_DIM:
+        tl.store(target + rest_column[None, :], rest.to(dtype), mask=mask & (rest_column < HEAD_DIM)[None, :])
+
+
+@triton.jit
 def qk_norm_rope_cache_write_kernel(
     qkv,
     q_norm,
@@ -68,6 +79,7 @@ def qk_norm_rope_cache_write_kernel(
     second = tl.load(source + HALF + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
     rest_column = 2 * HALF + tl.arange(0, BLOCK_REST)
     rest_inside = rest_column < HEAD_DIM
+    rest = first
     if REST > 0:
         rest = tl.load(source + rest_column[None, :], mask=there & rest_inside[None, :], other=0.0).to(tl.float32)
 
@@ -95,23 +107,14 @@ def qk_norm_rope_cache_write_kernel(
         first = tl.where(turned, turned_first, first)
 
     q_target = out + (token * num_q_heads + head[:, None]) * HEAD_DIM
-    q_mask = is_q[:, None]
-    tl.store(q_target + column[None, :], first.to(out.dtype.element_ty), mask=q_mask & inside[None, :])
-    tl.store(q_target + HALF + column[None, :], second.to(out.dtype.element_ty), mask=q_mask & inside[None, :])
-    if REST > 0:
-        tl.store(q_target + rest_column[None, :], rest.to(out.dtype.element_ty), mask=q_mask & rest_inside[None, :])
-
+    store_head(q_target, first, second, rest, is_q[:, None], column, rest_column, HEAD_DIM, HALF)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         kv_head = head - num_q_heads - tl.where(is_v, num_kv_heads, 0)
-        kv_target = (slot // tokens_per_block) * block_stride + (slot % tokens_per_block) * token_stride
-        kv_target = cache + kv_target + (tl.where(is_v, kv_stride, 0) + kv_head.to(tl.int64) * head_stride)[:, None]
-        kv_mask = (is_k | is_v)[:, None]
-        tl.store(kv_target + column[None, :], first.to(cache.dtype.element_ty), mask=kv_mask & inside[None, :])
-        tl.store(kv_target + HALF + column[None, :], second.to(cache.dtype.element_ty), mask=kv_mask & inside[None, :])
-        if REST > 0:
-            kept = kv_mask & rest_inside[None, :]
-            tl.store(kv_target + rest_column[None, :], rest.to(cache.dtype.element_ty), mask=kept)
+        kv_offset = tl.where(is_v, kv_stride, 0) + kv_head.to(tl.int64) * head_stride
+        kv_offset += (slot // tokens_per_block) * block_stride + (slot % tokens_per_block) * token_stride
+        kv_target = cache + kv_offset[:, None]
+        store_head(kv_target, first, second, rest, (is_k | is_v)[:, None], column, rest_column, HEAD_DIM, HALF)
 
 
 def qk_norm_rope_cache_write(

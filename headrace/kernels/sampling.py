@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from headrace.kernels.op import Case, op
+from headrace.kernels.op import Case, on_cuda, op
 
 # Where top_p alone decides, tokens less probable than this are looked at only if the others do not reach top_p.
-_FIRST_FLOORS = (1e-4, 1e-6)
+_FIRST_FLOORS = (1e-4, 1e-5, 1e-6)
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -136,7 +136,7 @@ def apply_penalties(
 
 @op(cases=add_cases)
 def add_at(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
-    """Add, in place, `values` [n, width] to the logits [n, vocab] at `token_ids` [n, width]; an id of -1 is no entry."""
+    """Add, in place, `values` [n, width] to logits [n, vocab] at `token_ids` [n, width]; an id of -1 is no entry."""
     used = token_ids >= 0
     return logits.scatter_add_(1, token_ids.clamp(min=0).long(), torch.where(used, values, 0.0))
 
@@ -233,3 +233,22 @@ def draw(logits: Tensor, thresholds: Tensor | None, uniform: Tensor) -> Tensor:
     return (
         torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
     )
+
+
+@draw.impl("cpu", supports=lambda device_type: device_type == "cpu")
+def draw_cpu(logits: Tensor, thresholds: Tensor | None, uniform: Tensor) -> Tensor:
+    """Row by row over the tokens that are kept, instead of an fp64 sum over the whole vocabulary for each."""
+    if thresholds is None:
+        return draw.reference(logits, None, uniform)
+    tokens = torch.zeros(logits.shape[0], dtype=torch.int64)
+    kept = logits >= thresholds[:, None]
+    for row in range(logits.shape[0]):
+        ids = kept[row].nonzero().squeeze(1)
+        if ids.shape[0]:
+            place = draw.reference(logits[row, ids][None], None, uniform[row : row + 1])
+            tokens[row] = ids[place[0]]
+    return tokens
+
+
+for _op in (uniforms, filter_threshold, draw):
+    _op.impl("triton", on_cuda, f"headrace.kernels.sampling_triton:{_op.name}")

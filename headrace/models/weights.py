@@ -183,8 +183,8 @@ def _dense(tensor: Tensor | RawTensor) -> Tensor:
 def load_model_weights(model: CausalLM, stream: WeightStream, progress: Progress | None = None) -> None:
     """Fill a model's storage from a stream, for the first time or again: addresses do not change.
 
-    progress(label, bytes done, bytes in all) is called after each tensor. Raises ModelLoadError, naming file and tensor,
-    unless every part of every parameter comes exactly once, in its shape, and nothing else comes.
+    progress(label, bytes done, bytes in all) is called after each tensor. Raises ModelLoadError, naming file and
+    tensor, unless every part of every parameter comes exactly once, in its shape, and nothing else comes.
     """
     plan = _Plan(model)
     if isinstance(stream, DummyStream):
@@ -222,13 +222,12 @@ def _check(
         raise ModelLoadError(f"{stream.where(name)}: the model has no place for tensor {name}.")
     wanted = (sum(s[0] for s in shapes), *shapes[0][1:]) if part is None else shapes[part]
     came = tuple(tensor.shape)
+    file = stream.where(name)
     if came != wanted:
-        raise ModelLoadError(
-            f"{stream.where(name)}: tensor {name} has shape {list(came)}, and the model's config asks for {list(wanted)}."
-        )
+        raise ModelLoadError(f"{file}: tensor {name} has shape {list(came)}; the config asks for {list(wanted)}.")
     parts = set(range(len(shapes))) if part is None else {part}
     if not parts <= plan.waiting[target]:
-        raise ModelLoadError(f"{stream.where(name)}: tensor {name} comes twice (under this name or as part of {target}).")
+        raise ModelLoadError(f"{file}: tensor {name} comes twice (under this name or as part of {target}).")
 
 
 def _report(model: CausalLM, plan: _Plan, unexpected: list[str], stream: WeightStream) -> None:

@@ -64,7 +64,7 @@ class RawTensor:
         return unpack(self.data, self.kind).reshape(self.shape)
 
     def copy_to(self, target: Tensor) -> None:
-        """Unpack into `target` [out, in] (any dtype, any device), a few rows at a time, so that memory stays bounded."""
+        """Unpack into `target` [out, in], of any dtype and device, a few rows at a time: memory stays bounded."""
         step = max(1, CHUNK_VALUES // max(1, self.shape[-1]))
         for start in range(0, len(self.data), step):
             target[start : start + step].copy_(unpack(self.data[start : start + step], self.kind))

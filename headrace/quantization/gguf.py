@@ -58,7 +58,7 @@ def affine4(data: Tensor, kind: str) -> Affine4 | None:
 
 
 def _affine4_k(data: Tensor) -> Affine4:
-    """Blocks of 256: fp16 scale and minimum, 8 pairs of 6 bits in 12 bytes, then 4 runs of 32 bytes of 2 x 32 nibbles."""
+    """Blocks of 256: fp16 scale and minimum, 8 pairs of 6 bits in 12 bytes, 4 runs of 32 bytes of 2 x 32 nibbles."""
     blocks = data.reshape(len(data), -1, 144)
     packed = blocks[..., 4:16]
     low, mid, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]

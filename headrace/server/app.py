@@ -66,7 +66,7 @@ def _middleware(context: ServerContext) -> list[Middleware]:
 
 async def _headrace_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
-    if error.status >= 500:
+    if error.status == 500:
         logger.warning("%s %s: %s", request.method, request.url.path, error.message)
     return Response(
         error_body(error), status_code=error.status, headers=error_headers(error), media_type="application/json"

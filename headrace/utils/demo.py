@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo model, SmolLM2-135M-Instruct (Apache-2.0), as a .gguf file: our cache, and the PyPI package that holds it."""
+"""The demo model, SmolLM2-135M-Instruct (Apache-2.0), as a .gguf file: our cache, and a PyPI package that has it."""
 
 import hashlib
 import os

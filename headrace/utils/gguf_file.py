@@ -99,7 +99,8 @@ class _Cursor:
         return self.scalars(_SCALARS[kind], 1)[0].item()
 
     def scalars(self, dtype: np.dtype[Any], n: int) -> np.ndarray[Any, Any]:
-        return np.frombuffer(self.data, dtype, n, self.take(n * dtype.itemsize)).copy()
+        start = self.take(n * dtype.itemsize)
+        return np.frombuffer(self.data[start : self.at], dtype)
 
     def strings(self, n: int) -> list[str]:
         data, at, out = self.data, self.at, []
@@ -124,7 +125,7 @@ def read_gguf(path: Path) -> GgufFile:
     """
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
+            magic = file.read(len(MAGIC))
             if magic != MAGIC:
                 raise ModelLoadError(f"{path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

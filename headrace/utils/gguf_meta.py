@@ -117,6 +117,8 @@ class _Keys:
             "eos_token_id": _eos_ids(tokenizer, self.architecture),
             "pad_token_id": tokenizer.pad_token_id,
         }
+        if self.main_kind() not in ("F32", "F16", "BF16"):
+            config["quantization_config"] = {"quant_method": "gguf"}
         if self.architecture == "gemma3":
             config |= self.gemma3(config)
         if self.architecture == "smollm3":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many CPU threads to compute with, and the environment that keeps them from fighting their neighbours.
 
-Compute threads meet at a barrier after every matmul. When another process takes one of their cores, all wait for the one
-that lost it, and with spinning barriers a step takes 5 to 50 times as long; so a core that is in use is left alone.
+Compute threads meet at a barrier after every matmul. When another process takes one of their cores, all wait for the
+one that lost it, and with spinning barriers a step takes 5 to 50 times as long; so a core that is in use is left alone.
 """
 
 import math
@@ -57,7 +57,7 @@ def cpu_quota(root: Path = CGROUP) -> float | None:
 
 
 def thread_environment() -> dict[str, str]:
-    """Variables for a process that will import torch: threads sleep at barriers rather than spin. The user's own win."""
+    """Variables for a process that will import torch: threads sleep at barriers, not spin. The user's own win."""
     wanted = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 

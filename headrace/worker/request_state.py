@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from headrace.core.output import AdmittedRequest, SchedulerOutput
 from headrace.core.request import SamplingSpec
@@ -170,5 +169,5 @@ def _record(admitted: AdmittedRequest, spec: SamplingSpec) -> "array[int]":
 
 
 def _padded(ids: list[int], width: int) -> list[int]:
-    """To the widest any row has had: a reader takes that many entries of every row, and an earlier request's must go."""
+    """To the widest any row has had: a reader takes up to that many, and must not find an earlier request's."""
     return ids + [-1] * (width - len(ids))

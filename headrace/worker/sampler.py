@@ -83,13 +83,13 @@ class Sampler:
             if edits and wanted.place_index is None:
                 raw = raw.clone()
         logits = self._edit(logits, sampling)
-        best, tokens = logits.max(dim=1)
-        if sampling.random is not None:
-            drawn = self._draw_rows(sampling.random.pick(logits), sampling.random, sampling)
-            if sampling.random.place_index is None:
-                tokens = drawn
-            else:
-                tokens[sampling.random.place_index] = drawn
+        some = sampling.random
+        if some is not None and some.place_index is None:
+            best, tokens = logits.amax(dim=1), self._draw_rows(logits, some, sampling)
+        else:
+            best, tokens = logits.max(dim=1)
+            if some is not None:
+                tokens[some.place_index] = self._draw_rows(some.pick(logits), some, sampling)
         tokens = torch.where(best.isfinite(), tokens, FAILED)
         logprobs = None
         if wanted is not None and raw is not None:

@@ -69,7 +69,7 @@ class Uploader:
     """Sends a step's words and carries out its writes. On a CPU the words are used where they lie."""
 
     def __init__(self, state: Tensor, capacity: int = 1 << 20) -> None:
-        """state: the rows' flat int32 tensor. capacity: words of the device's staging buffer, whose address is fixed."""
+        """state: the rows' flat int32 tensor. capacity: words of the staging buffer, whose address is fixed."""
         self._state = state
         self._apply: Callable[..., Tensor] = apply_writes.choose(state.device.type)
         self._is_cpu = state.device.type == "cpu"

@@ -12,6 +12,6 @@ python3 -m pip download --disable-pip-version-check -q --no-deps --only-binary=:
   --implementation cp "${platforms[@]}" -d .gpu/wheels -r scripts/gpu/requirements.txt
 model=$(.venv/bin/python -c 'from headrace.utils.hub import resolve_model; print(resolve_model("demo").path)')
 rm -f .gpu/demo.gguf.part-*
-split -b 45M "$model" .gpu/demo.gguf.part-
+split -b 50M "$model" .gpu/demo.gguf.part-
 sha256sum "$model" | cut -d' ' -f1 >.gpu/demo.sha256
 du -sh .gpu/wheels .gpu/demo.gguf.part-*

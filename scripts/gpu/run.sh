@@ -31,7 +31,10 @@ export OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 status=0
 for what in "$@"; do
   case $what in
-    tests) $python -m pytest -m gpu -q -x --timeout 300 -p no:cacheprovider 2>&1 | tee "$out/gpu_tests.log" || status=1 ;;
+    # Kernel, attention and worker tests use the GPU wherever there is one; the rest has tests marked for it.
+    tests)
+      $python -m pytest -q --timeout 300 -p no:cacheprovider tests/kernels tests/attention tests/worker -m 'not slow' 2>&1 | tee "$out/gpu_kernel_tests.log" || status=1
+      $python -m pytest -q --timeout 300 -p no:cacheprovider -m gpu 2>&1 | tee "$out/gpu_tests.log" || status=1 ;;
     kernels) $python benchmarks/kernels/bench_kernels.py --report_json "$out/kernels.json" || status=1 ;;
     engine) $python benchmarks/engine/qwen3_8b.py --report_json "$out/engine.json" || status=1 ;;
     *) echo "headrace: $what is none of tests, kernels, engine, keep" >&2; exit 2 ;;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without a GPU, Triton kernels run in its interpreter. It is chosen where a kernel is defined, so before any import."""
+"""Without a GPU, Triton runs in its interpreter, which is chosen where a kernel is defined: so before any import."""
 
 import os
 

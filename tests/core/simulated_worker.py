@@ -130,7 +130,9 @@ class SimulatedWorker:
             kv = next_kv(kv, token_id)
             for arena, table in zip(self.arena, row.tables, strict=True):
                 found = arena[table[position // self.size]][position % self.size]
-                assert found == kv, f"position {position}: the KV in block {table[position // self.size]} is not its own"
+                assert found == kv, (
+                    f"position {position}: the KV in block {table[position // self.size]} is not its own"
+                )
         assert samples == (end == len(row.token_ids))
         new = [next_token(kv)] if samples else []
         row.token_ids += new

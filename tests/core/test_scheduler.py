@@ -131,11 +131,22 @@ def test_a_prompt_seen_before_is_taken_from_the_cache_but_for_its_last_token() -
     engine.check_outputs()
 
 
+def test_blocks_can_be_found_once_their_step_has_come_back_and_not_before() -> None:
+    engine = make_engine(depth=1)
+    engine.add(make_request("a", num_prompt_tokens=16))
+    engine.launch()
+    prompt = engine.requests["a"].token_ids
+    assert engine.scheduler.cache.tree.match(prompt, (None,), 99).depth == 0
+    engine.collect()
+    assert engine.scheduler.cache.tree.match(prompt, (None,), 99).depth == 4
+    engine.run()
+
+
 def test_generated_tokens_are_reused_by_the_next_turn() -> None:
     engine = make_engine()
     engine.add(make_request("a", num_prompt_tokens=8, max_tokens=13))
     engine.run()
-    turn = engine.requests["a"].token_ids + [1, 2, 3]
+    turn = [*engine.requests["a"].token_ids, 1, 2, 3]
     engine.add(Request("b", turn, SamplingSpec(max_tokens=2)))
     engine.run()
     assert engine.requests["b"].num_cached_tokens == 20

@@ -15,7 +15,6 @@ from headrace.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
 
 EOS = 256
-IM_START = 257
 VOCAB_SIZE = 300
 MAX_SEQ_LEN = 256
 
@@ -27,10 +26,15 @@ class FakeTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return b"".join(self.token_bytes(i) for i in ids).decode("utf-8", "replace")
+        return b"".join(self.token_bytes(i) for i in ids if not (skip_special_tokens and self.is_special(i))).decode(
+            "utf-8", "replace"
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id]) if token_id < 256 else b""
+        return bytes([token_id]) if token_id < 256 else b"<|end|>" if token_id == EOS else b""
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS
 
 
 @dataclass

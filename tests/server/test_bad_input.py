@@ -4,6 +4,7 @@
 import gzip
 import json
 import socket
+import time
 
 import pytest
 
@@ -301,3 +302,16 @@ def test_a_bad_field_of_the_tokenizer_routes_is_refused(server, path, body, para
 def test_the_tokenizer_routes_know_their_models_too(server):
     check(server.post("/tokenize", {"prompt": "a", "model": "nope"}), 404, "model")
     check(server.post("/detokenize", {"tokens": [65], "model": "nope"}), 404, "model")
+
+
+def test_a_million_mistakes_are_one_short_answer(server):
+    started = time.monotonic()
+    check(server.complete(["a", *[1] * 300_000]), 400, None)
+    check(server.complete(**{f"f{number}": 1 for number in range(300_000)}), 400, None)
+    check(server.complete(stop=["x"] * 1_000_000), 400, "stop")
+    assert time.monotonic() - started < 20
+
+
+def test_ten_thousand_messages_are_too_long_and_no_more(server):
+    messages = [{"role": "user", "content": "x"}] * 10_000
+    check(server.post(CHAT, {"model": "fake", "messages": messages}), 400, "messages", code="context_length_exceeded")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model small enough to reckon by hand, whose answers depend on every token, its position and its KV, and a driver."""
+"""A model small enough to reckon by hand, whose answers depend on every token, position and KV; and a driver."""
 
 from collections import deque
 

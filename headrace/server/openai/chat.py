@@ -134,7 +134,7 @@ class ChatAnswer:
     """The answer to one request, as one object or as chunks."""
 
     def __init__(self, context: ServerContext, head: Head, body: ChatCompletionRequest, generation: Generation) -> None:
-        self._tokenizer = context.llm.tokenizer
+        self._llm = context.llm
         self._head = head
         self._body = body
         self._generation = generation
@@ -203,4 +203,5 @@ class ChatAnswer:
     def _logprobs(self, positions: list[Position] | None, token_ids: list[int]) -> ChoiceLogprobs | None:
         if not self._body.logprobs or positions is None:
             return None
-        return chat_logprobs(self._tokenizer, positions, token_ids, self._body.top_logprobs or 0)
+        skip_special = self._body.skip_special_tokens is not False
+        return chat_logprobs(self._llm.tokenizer, positions, token_ids, self._body.top_logprobs or 0, skip_special)

@@ -110,7 +110,7 @@ class CompletionAnswer:
     """The answer to one request, as one object or as chunks."""
 
     def __init__(self, context: ServerContext, head: Head, body: CompletionRequest, generation: Generation) -> None:
-        self._tokenizer = context.llm.tokenizer
+        self._llm = context.llm
         self._head = head
         self._body = body
         self._generation = generation
@@ -154,7 +154,7 @@ class CompletionAnswer:
         ids = output.prompt_token_ids
         text = output.prompt
         if text is None:
-            text = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+            text = self._llm.tokenizer.decode(ids, skip_special_tokens=self._skip_special)
         echo = CompletionChoice(index=index, text=text)
         if self._body.logprobs is not None and output.prompt_logprobs is not None:
             echo.logprobs = self._builder(index).build(ids, output.prompt_logprobs)
@@ -164,7 +164,7 @@ class CompletionAnswer:
 
     def _builder(self, index: int) -> LegacyLogprobs:
         if index not in self._builders:
-            self._builders[index] = LegacyLogprobs(self._tokenizer, self._body.logprobs or 0, self._skip_special)
+            self._builders[index] = LegacyLogprobs(self._llm.tokenizer, self._body.logprobs or 0, self._skip_special)
         return self._builders[index]
 
     def opening(self) -> Iterator[Completion]:

@@ -37,23 +37,33 @@ def top_candidates(position: Position, count: int) -> list[tuple[int, Logprob]]:
     return sorted(ranked, key=lambda item: -item[1].logprob)[:count]
 
 
+def text_bytes(tokenizer: Tokenizer, token_id: int, skip_special_tokens: bool) -> bytes:
+    """What a token adds to the answer's text: nothing, where it is a special token that is left out of it."""
+    if skip_special_tokens and tokenizer.is_special(token_id):
+        return b""
+    return tokenizer.token_bytes(token_id)
+
+
 def chat_logprobs(
-    tokenizer: Tokenizer, positions: Sequence[Position], token_ids: Sequence[int], count: int
+    tokenizer: Tokenizer,
+    positions: Sequence[Position],
+    token_ids: Sequence[int],
+    count: int,
+    skip_special_tokens: bool,
 ) -> ChoiceLogprobs:
     """One entry for each generated token, each decoded on its own."""
+
+    def shown(token_id: int, entry: Logprob) -> TopLogprob:
+        data = text_bytes(tokenizer, token_id, skip_special_tokens)
+        text = token_text(data) if data else entry.decoded_token or ""
+        return TopLogprob(token=text, logprob=finite(entry.logprob), bytes=list(data) or None)
+
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        chosen = _top_logprob(tokenizer, token_id, position[token_id])
-        top = [_top_logprob(tokenizer, *candidate) for candidate in top_candidates(position, count)]
+        chosen = shown(token_id, position[token_id])
+        top = [shown(*candidate) for candidate in top_candidates(position, count)]
         content.append(TokenLogprob(token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=top))
     return ChoiceLogprobs(content=content)
-
-
-def _top_logprob(tokenizer: Tokenizer, token_id: int, entry: Logprob) -> TopLogprob:
-    data = tokenizer.token_bytes(token_id)
-    if not data:
-        return TopLogprob(token=entry.decoded_token or "", logprob=finite(entry.logprob), bytes=None)
-    return TopLogprob(token=token_text(data), logprob=finite(entry.logprob), bytes=list(data))
 
 
 class LegacyLogprobs:
@@ -75,7 +85,7 @@ class LegacyLogprobs:
         tokens, values, tops, offsets = [], [], [], []
         for token_id, position in zip(token_ids, positions, strict=True):
             entry = position[token_id] if position is not None else None
-            data = self._bytes(token_id, entry)
+            data = text_bytes(self._tokenizer, token_id, self._skip_special)
             tokens.append(token_text(data))
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(data))
@@ -95,12 +105,6 @@ class LegacyLogprobs:
             text = token_text(self._tokenizer.token_bytes(token_id)) or entry.decoded_token or ""
             top.setdefault(text, finite(entry.logprob))
         return top
-
-    def _bytes(self, token_id: int, entry: Logprob | None) -> bytes:
-        data = self._tokenizer.token_bytes(token_id)
-        if not data and not self._skip_special and entry is not None and entry.decoded_token:
-            return entry.decoded_token.encode()
-        return data
 
 
 def join_logprobs(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:

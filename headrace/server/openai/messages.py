@@ -27,6 +27,8 @@ RESERVED_KWARGS = frozenset(
         "strftime_now",
     }
 )
+# A message's own share of the work of rendering, in characters.
+MESSAGE_COST = 100
 NOT_FOR_TEMPLATES = {"refusal", "annotations", "audio", "function_call", "reasoning"}
 
 
@@ -69,7 +71,7 @@ async def render_messages(
             **dict(template_kwargs or {}),
         )
 
-    size = sum(len(message["content"]) for message in plain)
+    size = sum(len(message["content"]) + MESSAGE_COST for message in plain)
     return await asyncio.to_thread(render) if size > LONG_PROMPT else render()
 
 

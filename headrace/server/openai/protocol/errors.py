@@ -8,6 +8,9 @@ from pydantic_core import ErrorDetails
 
 from headrace.errors import HeadraceError, RequestError
 
+# Over this, listing them only to name the first would cost more than the request.
+MAX_COMPLAINTS = 1000
+
 
 class ErrorInfo(BaseModel):
     message: str
@@ -65,6 +68,8 @@ def error_body(error: HeadraceError) -> bytes:
 
 def request_error(report: ValidationError, model: type[BaseModel] | None = None) -> RequestError:
     """The first complaint of a pydantic report, as a sentence that names the field and never repeats the body."""
+    if report.error_count() > MAX_COMPLAINTS:
+        return RequestError(f"The body has {report.error_count()} fields that are unknown or wrong.")
     first = report.errors(include_url=False, include_context=True)[0]
     if first["type"] == "json_invalid":
         reason = first["ctx"]["error"] if "ctx" in first else "it cannot be parsed"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One table of cases for every attention backend, and attention written as plainly as can be."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -150,13 +150,8 @@ def dense_attention(case: AttentionCase, need: AttentionNeed, step: Step) -> Ten
     return torch.stack(out).view(token, -1)
 
 
-# Largest error of a result of size about 1: roundings of the inputs are shared with the dense form, those of the weights
-# and of the result are not.
+# Largest error of a result of size about 1. The roundings of the inputs are shared with the dense form; those of the
+# weights and of the result are not.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def with_heads(case: AttentionCase, num_q_heads: int, num_kv_heads: int) -> AttentionCase:
-    """The same rows with other heads."""
-    return replace(case, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers without a model: output token i of a request is prompt token i modulo the prompt's length.
+
+A core process finds them by name (this folder is put on its path by the `core_options` fixture).
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.config.resolve import DeviceFacts, ResolvedConfig
+from headrace.core.output import ModelOutput, RowOutput, ScheduledRow, SchedulerOutput, TokenLogprobs
+from headrace.errors import ModelLoadError
+from headrace.utils.hub import ModelSource
+
+NUM_BLOCKS = 64
+
+
+def device_facts(device: str) -> DeviceFacts:
+    return DeviceFacts(kind="cpu", name="a fake")
+
+
+@dataclass
+class Info:
+    num_blocks: int
+    tokens_per_block: int
+    max_seq_len: int
+    kv_bytes_per_token: int = 1
+    num_groups: int = 1
+    ledger: list[str] = field(default_factory=lambda: ["nothing"])
+
+
+@dataclass
+class Row:
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    wants_logprobs: bool
+    wants_prompt_logprobs: bool
+
+
+class Done:
+    def __init__(self, output: ModelOutput) -> None:
+        self._output = output
+
+    def wait(self) -> ModelOutput:
+        return self._output
+
+
+class FakeWorker:
+    """Answers at once."""
+
+    def __init__(self, config: ResolvedConfig, source: ModelSource) -> None:
+        self.config = config
+        self.rows: dict[int, Row] = {}
+
+    def start(self, progress: Callable[[str, int, int], None]) -> Info:
+        for done in range(4):
+            progress("loading weights", done, 3)
+        return Info(NUM_BLOCKS, self.config.tokens_per_block, self.config.max_seq_len)
+
+    def forward(self, plan: SchedulerOutput) -> None:
+        for row in plan.freed_rows:
+            del self.rows[row]
+        for new in plan.admitted:
+            self.rows[new.row] = Row(
+                list(new.token_ids),
+                new.num_prompt_tokens,
+                new.num_computed_tokens,
+                new.sampling.logprobs is not None,
+                new.sampling.prompt_logprobs is not None,
+            )
+
+    def sample(self, plan: SchedulerOutput, masks: None) -> Done:
+        return Done(ModelOutput(plan.step_id, [self._run(row) for row in plan.scheduled]))
+
+    def shutdown(self) -> None:
+        pass
+
+    def _run(self, scheduled: ScheduledRow) -> RowOutput:
+        row = self.rows[scheduled.row]
+        first = row.num_computed_tokens
+        assert first == scheduled.start, "plans ran out of order"
+        row.num_computed_tokens += scheduled.num_tokens
+        prompt_logprobs = None
+        if row.wants_prompt_logprobs:
+            after = row.token_ids[first + 1 : min(row.num_computed_tokens + 1, row.num_prompt_tokens)]
+            prompt_logprobs = [logprobs_of(token_id) for token_id in after]
+        if not scheduled.samples:
+            return RowOutput([], prompt_logprobs=prompt_logprobs)
+        assert row.num_computed_tokens == len(row.token_ids)
+        token_id = row.token_ids[(len(row.token_ids) - row.num_prompt_tokens) % row.num_prompt_tokens]
+        row.token_ids.append(token_id)
+        logprobs = [logprobs_of(token_id)] if row.wants_logprobs else None
+        return RowOutput([token_id], logprobs, prompt_logprobs)
+
+
+def logprobs_of(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs([token_id, (token_id + 1) % 256], [-0.5, -1.5], [1, 2])
+
+
+class SlowWorker(FakeWorker):
+    """Takes 20 ms a step."""
+
+    def sample(self, plan: SchedulerOutput, masks: None) -> Done:
+        time.sleep(0.02)
+        return super().sample(plan, masks)
+
+
+class SlowToLoad(FakeWorker):
+    """Takes a minute to load."""
+
+    def start(self, progress: Callable[[str, int, int], None]) -> Info:
+        progress("loading weights", 1, 100)
+        time.sleep(60)
+        return super().start(progress)
+
+
+class CannotLoad(FakeWorker):
+    def start(self, progress: Callable[[str, int, int], None]) -> Info:
+        raise ModelLoadError("tensor model.norm.weight is missing from model.safetensors.")
+
+
+class CrashesLoading(FakeWorker):
+    def start(self, progress: Callable[[str, int, int], None]) -> Info:
+        raise RuntimeError("a bug in the loader")
+
+
+class ExitsLoading(FakeWorker):
+    def start(self, progress: Callable[[str, int, int], None]) -> Info:
+        os._exit(7)
+
+
+class CrashesServing(FakeWorker):
+    """The device is lost in the fifth step."""
+
+    def sample(self, plan: SchedulerOutput, masks: None) -> Done:
+        if plan.step_id == 5:
+            raise RuntimeError("the device fell off the bus")
+        return super().sample(plan, masks)
+
+
+class FailsOneRow(FakeWorker):
+    """Rows whose prompt begins with token 33 ("!" in the byte tokenizer) fail at their third output token."""
+
+    def _run(self, scheduled: ScheduledRow) -> RowOutput:
+        row = self.rows[scheduled.row]
+        if row.token_ids[0] == 33 and len(row.token_ids) - row.num_prompt_tokens == 2:
+            row.num_computed_tokens += scheduled.num_tokens
+            return RowOutput([], error="its logits are not numbers")
+        return super()._run(scheduled)
+
+
+class LateWorker(FakeWorker):
+    """A device so far behind that it begins a step only when somebody waits for the result; `log` says what came when."""
+
+    def __init__(self, config: ResolvedConfig, source: ModelSource) -> None:
+        super().__init__(config, source)
+        self.log: list[tuple[str, int]] = []
+
+    def forward(self, plan: SchedulerOutput) -> None:
+        self.log.append(("launched", plan.step_id))
+
+    def sample(self, plan: SchedulerOutput, masks: None) -> "LateOutput":  # type: ignore[override]
+        return LateOutput(self, plan)
+
+    def compute(self, plan: SchedulerOutput) -> ModelOutput:
+        super().forward(plan)
+        self.log.append(("computed", plan.step_id))
+        return super().sample(plan, None).wait()
+
+
+class LateOutput:
+    """A result that is computed when it is waited for."""
+
+    def __init__(self, worker: LateWorker, plan: SchedulerOutput) -> None:
+        self._worker = worker
+        self._plan = plan
+
+    def wait(self) -> ModelOutput:
+        return self._worker.compute(self._plan)
