@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debug switches: environment variables that are not settings. At most twelve.
+"""Environment variables that are not settings: debug switches and a folder. At most twelve.
 
 Every setting has a variable of its own, HEADRACE_ and its name in capitals, generated from the config tree.
 """
@@ -7,6 +7,7 @@ Every setting has a variable of its own, HEADRACE_ and its name in capitals, gen
 import os
 
 SWITCHES = {
+    "HEADRACE_CACHE": "folder where the demo model is kept",
     "HEADRACE_INPROC": "1: run the core and the worker in the caller's process, for a debugger",
     "HEADRACE_TRACEBACK": "1: show the traceback of an error on the command line",
     "HEADRACE_REQUIRE_DEMO": "1: tests fail, rather than skip, without the demo model",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """VANILLA: attention in plain torch. The CPU's product path, and a way to debug on a GPU.
 
-Decode rows copy their blocks head by head into one buffer and attend from there, the query heads of a KV head packed as
-rows of one query. Short rows share a call, padded; long ones have one each, so that the buffer stays in the core's
-cache. Prefill chunks attend one by one. All that depends on the step alone is worked out once, in a `Plan`.
+Decode rows attend with the query heads of a KV head packed as rows of one query. Short rows copy their blocks, head by
+head, into one buffer and share a call, padded; long ones keep a contiguous copy from step to step (`row_copies.py`).
+Prefill chunks attend one by one. All that depends on the step alone is worked out once, in a `Plan`.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.attention.base import CAPABILITIES, DTYPES, AttentionMetadata, AttentionNeed
+from headrace.attention.row_copies import SLACK, CopiedRow, RowCopies
+from headrace.utils.machine import cpu_has_bf16
 
 # Bytes of gathered K and V that decode rows may share, padding included. Measured on a Zen 4 core with 1 MiB of L2,
 # 9/3 heads of 64: 8 rows of 150 tokens take 340 us together and 390-480 one by one; 8 rows of 500 the same either way.
 GROUP_BYTES = 1 << 20
+
+# A row of so many bytes of K and V keeps a copy. Measured there, 9/3 heads of 64: a row of 500 tokens takes 75 us from
+# its copy and 112 gathered, 8 rows of 150 the same either way.
+MIN_COPY_BYTES = 512 << 10
+
+# At most so many bytes of copies a layer, over all its rows; where they would be more, rows are gathered each step.
+MAX_COPY_BYTES = 16 << 20
 
 # From so many new tokens on, a bf16 model's prefill attends in bf16: on cores with bf16 dot products 2.3 ms instead of
 # 5.3 for 512 tokens of 9/3 heads of 64. Below, and in decode, fp32 is as fast or faster.
@@ -47,15 +56,13 @@ class Call:
 class Plan:
     """A step, for all layers of one cache layout, head count and window."""
 
+    copied: list[CopiedRow]
     decode: list[Call]
     prefill: list[Call]
     buffer: Tensor
     """[most tiles of a call, tokens_per_block * head_dim]: where tiles are copied to."""
-
-
-def has_fast_bf16() -> bool:
-    """Whether this processor multiplies bf16 faster than fp32."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
+    planner: "Planner"
+    """For what only some layers need."""
 
 
 class VanillaAttention:
@@ -68,25 +75,50 @@ class VanillaAttention:
         self.need = need
         self.dtype = DTYPES[need.dtype]
         self.group_size = need.num_q_heads // need.num_kv_heads
-        self.long_prefill_dtype = torch.bfloat16 if need.dtype == "bfloat16" and has_fast_bf16() else None
+        self.long_prefill_dtype = torch.bfloat16 if need.dtype == "bfloat16" and cpu_has_bf16() else None
+        self.copies = RowCopies()
         self.tiles: Tensor | None = None
         self.tiles_of: Tensor | None = None
+        self.plan_key: tuple[object, ...] = ()
 
     def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int) -> Tensor:
         """See `AttentionBackend.forward`. Lengths are read on the host, so on a GPU this waits for it."""
         need = self.need
-        key = ("VANILLA", group, need.window, need.num_q_heads, kv_cache.shape, kv_cache.stride(), need.dtype)
-        plan = metadata.plans.get(key)
-        if plan is None:
-            plan = metadata.plans[key] = Planner(self, kv_cache, metadata, group).plan()
         if self.tiles_of is not kv_cache:
-            self.tiles, self.tiles_of = tile_view(kv_cache), kv_cache
+            self.bind(kv_cache, group)
+        plan = metadata.plans.get(self.plan_key)
+        if plan is None:
+            plan = metadata.plans[self.plan_key] = Planner(self, kv_cache, metadata, group).plan()
         out = torch.empty(q.shape[0], need.num_q_heads * need.head_dim, dtype=self.dtype, device=q.device)
+        if plan.copied:
+            self.decode_copied(plan, kv_cache, q, out)
+        else:
+            self.copies.clear()
         for call in plan.decode:
             self.decode(call, plan.buffer, q, out)
         for call in plan.prefill:
             self.prefill(call, plan.buffer, q, out)
         return out
+
+    def bind(self, kv_cache: Tensor, group: int) -> None:
+        """Take a layer's view of the cache: once, as it is the same tensor at every step."""
+        need = self.need
+        self.copies.clear()
+        self.tiles, self.tiles_of = tile_view(kv_cache), kv_cache
+        self.plan_key = ("VANILLA", group, need, kv_cache.shape, kv_cache.stride())
+
+    def decode_copied(self, plan: Plan, kv_cache: Tensor, q: Tensor, out: Tensor) -> None:
+        """Rows of one new token each that attend from their own copies."""
+        need = self.need
+        shape = (1, need.num_kv_heads, self.group_size, need.head_dim)
+        for row, found in zip(plan.copied, self.copies.claim(plan.copied, kv_cache), strict=True):
+            copy = found
+            if copy is None:
+                gathered = self.tiles.index_select(0, plan.planner.row_index(row.row))
+                copy = self.copies.keep(row, gathered.view(2, need.num_kv_heads, -1, need.head_dim))
+            k, v = copy.k.narrow(2, 0, row.length), copy.v.narrow(2, 0, row.length)
+            query = q.narrow(0, row.token, 1).to(k.dtype).view(shape)
+            out.narrow(0, row.token, 1).view(shape).copy_(self.attend(query, k, v, None))
 
     def gather(self, call: Call, buffer: Tensor) -> Tensor:
         """The call's K and V: [2, num_rows, num_kv_heads, keys, head_dim]."""
@@ -159,6 +191,7 @@ class Planner:
         self.starts = metadata.query_start_loc.tolist()
         self.lens = metadata.seq_lens.tolist()
         self.block_table = metadata.block_tables[group]
+        self.row_indices: dict[int, Tensor] = {}
         size = kv_cache.shape[3] * kv_cache.shape[4]
         self.tokens_per_block = kv_cache.shape[3]
         self.block_stride = kv_cache.stride(0) // size
@@ -166,16 +199,51 @@ class Planner:
         head = torch.arange(need.num_kv_heads, device=kv_cache.device).view(-1, 1) * (kv_cache.stride(2) // size)
         self.tile_in_block = kv + head
         row_bytes = 2 * need.num_kv_heads * size * kv_cache.element_size()
+        self.row_bytes = row_bytes
         self.group_blocks = GROUP_BYTES // row_bytes
 
     def plan(self) -> Plan:
         """Decode rows in groups, prefill chunks one by one; rows without new tokens have no part."""
         rows = [row for row, length in enumerate(self.lens) if length and self.starts[row + 1] > self.starts[row]]
         chunks = [row for row in rows if row >= self.num_decode_rows]
-        decode = [self.decode_call(group) for group in self.groups(rows[: len(rows) - len(chunks)])]
+        singles = rows[: len(rows) - len(chunks)]
+        copied = self.rows_to_copy(singles)
+        singles = [row for row in singles if row not in copied] if copied else singles
+        decode = [self.decode_call(group) for group in self.groups(singles)]
         prefill = [self.prefill_call(row) for row in chunks]
         most = max((call.index.shape[0] for call in decode + prefill), default=0)
-        return Plan(decode, prefill, self.kv_cache.new_empty(most, self.tokens_per_block * self.kv_cache.shape[4]))
+        rows_copied = [self.copied_row(row) for row in copied]
+        return Plan(
+            rows_copied,
+            decode,
+            prefill,
+            self.kv_cache.new_empty(most, self.tokens_per_block * self.kv_cache.shape[4]),
+            self,
+        )
+
+    def rows_to_copy(self, rows: list[int]) -> list[int]:
+        """The decode rows that attend from copies: long ones, on the CPU, while all copies fit."""
+        if self.need.window is not None or self.kv_cache.is_cuda:
+            return []
+        token_bytes = self.row_bytes // self.tokens_per_block
+        copied = [row for row in rows if self.lens[row] * token_bytes >= MIN_COPY_BYTES]
+        fits = sum(self.lens[row] + SLACK for row in copied) * token_bytes <= MAX_COPY_BYTES
+        return copied if fits else []
+
+    def copied_row(self, row: int) -> CopiedRow:
+        """Where a copied row's new token lies, and the one before it."""
+        last = self.lens[row] - 1
+        size, blocks = self.tokens_per_block, self.block_table[row]
+        block = int(blocks[last // size])
+        before = block if last % size else int(blocks[last // size - 1]) if last else -1
+        return CopiedRow(row, self.starts[row], last + 1, block, before, last % size)
+
+    def row_index(self, row: int) -> Tensor:
+        """The tiles of one whole row."""
+        if row not in self.row_indices:
+            end = -(-self.lens[row] // self.tokens_per_block)
+            self.row_indices[row] = self.index(self.block_table[row : row + 1, :end].long())
+        return self.row_indices[row]
 
     def first_key(self, row: int) -> int:
         """The first position that any of a row's new tokens sees."""

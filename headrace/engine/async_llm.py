@@ -12,9 +12,11 @@ and encoding, which any thread may do.
 """
 
 import asyncio
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +36,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.utils.hub import ModelSource, resolve_model
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -51,11 +54,17 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._prepared = prepared
         self._state: RequestState | None = None
         self._closed = False
+        self._last: RequestOutput | None = None
 
     @property
     def request_id(self) -> str:
         """The id that `AsyncLLM.abort` takes and every output carries."""
         return self._prepared.request_id
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the end has been taken, so that nothing more will come."""
+        return self._closed or (self._state is not None and self._state.is_read)
 
     def submit(self) -> None:
         """Send the request to the core now, rather than at the first read. On the engine's loop; once."""
@@ -71,6 +80,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         while state is not None and not self._closed:
             output = state.take()
             if output is not None:
+                self._last = output
                 return output
             if state.is_finished:
                 break
@@ -78,16 +88,15 @@ class RequestStream(AsyncIterator[RequestOutput]):
         raise StopAsyncIteration
 
     async def final(self) -> RequestOutput:
-        """Wait for the end and return the whole answer (nothing is built on the way)."""
+        """Wait for the end and return the whole answer (nothing is built on the way). Any number of times."""
         self.submit()
         state = self._state
         if state is None:
             raise RequestError(f"request {self.request_id} was closed before it was submitted")
         await state.wait_end()
-        output = state.take()
-        if output is None:
-            raise RequestError(f"request {self.request_id} has already been read to its end")
-        return output
+        self._last = state.take() or self._last
+        assert self._last is not None
+        return self._last
 
     async def aclose(self) -> None:
         """Abort the request if it still runs, and end the stream. Any number of times."""
@@ -110,6 +119,25 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def __del__(self) -> None:
         if not self._closed and self._state is not None and not self._state.is_finished:
             self._llm._drop_threadsafe(self._state)
+
+
+async def _in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """`asyncio.to_thread`, but a program that is interrupted does not wait for a download to end before it exits."""
+    loop = asyncio.get_running_loop()
+    answer: Future[T] = Future()
+    done = asyncio.Event()
+
+    def work() -> None:
+        try:
+            answer.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            answer.set_exception(error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=work, daemon=True).start()
+    await done.wait()
+    return answer.result()
 
 
 class AsyncLLM:
@@ -158,17 +186,15 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         self.dead = asyncio.Event()
         args = self.args
-        source = await asyncio.to_thread(
-            resolve_model, args.model, args.revision, need_weights=args.load_format != "dummy"
-        )
+        source = await _in_thread(resolve_model, args.model, args.revision, need_weights=args.load_format != "dummy")
         # First the small files, whose mistakes are cheap to find; then the tokenizer, while the core loads.
-        model = await asyncio.to_thread(load_model_config, source)
+        model = await _in_thread(load_model_config, source)
         generation_config = load_generation_config(source) if args.generation_config == "auto" else {}
         with ProgressBars(on_progress) as progress:
             launch = asyncio.ensure_future(self._reach_core(source, progress, connect_to))
             try:
                 if not args.skip_tokenizer_init:
-                    self._tokenizer = await asyncio.to_thread(load_tokenizer, source, args)
+                    self._tokenizer = await _in_thread(load_tokenizer, source, args)
                 client = self._client = await launch
             except BaseException:
                 launch.cancel()
@@ -385,7 +411,8 @@ class AsyncLLM:
         for answer in self._stats_calls.values():
             if not answer.done():
                 answer.set_exception(error)
-        if not self._stopping:
+        # A start that fails or is given up says so itself.
+        if self._receiver is not None and not self._stopping:
             logger.error("The engine died: %s.", reason)
             for callback in self._death_callbacks:
                 callback(reason)

@@ -124,6 +124,9 @@ class CoreOwner:
 
     def stop(self) -> None:
         """End the core: gently where it serves, at once where it still loads. Returns when it is gone."""
+        if os.getpid() != self._start.parent_pid:
+            # A fork of the process that owns the core.
+            return
         if self._stopping:
             self._thread.join(STOP_WAIT_S)
             return

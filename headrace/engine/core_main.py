@@ -86,8 +86,10 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         scheduler = Scheduler.from_config(config, worker.num_blocks, worker.num_groups)
         core = EngineCore(scheduler, executor, config.num_plans_in_flight)
         loop = CoreLoop(core, info, requests, life)
-        gc.collect()
-        gc.freeze()
+        if start.parent_pid != os.getpid():
+            # What is loaded stays: no collection need ever look at it again.
+            gc.collect()
+            gc.freeze()
         send_life(life, Ready(info))
         loop.run()
         return True

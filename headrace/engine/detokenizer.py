@@ -50,6 +50,10 @@ class TokenTable:
             known = self._bytes[token_id] = b"" if token is None else self._spell(token_id, token)
         return known
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether decoding may leave this token out."""
+        return token_id in self._special
+
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """A decoder for one stream."""
         if self._is_byte_level or self._is_sentencepiece:

@@ -6,9 +6,14 @@ notebook, whose event loop is already running, and inside asyncio.
 """
 
 import asyncio
+import atexit
+import os
+import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -52,6 +57,7 @@ class LLM:
                 settings["model"] = str(model)
             args = LlmArgs(**settings)
         self._engine = AsyncLLM(args)
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-llm", daemon=True)
         self._thread.start()
@@ -60,6 +66,8 @@ class LLM:
         except BaseException:
             self.shutdown()
             raise
+        # After the core's own, so that it runs before it.
+        atexit.register(_shutdown, weakref.ref(self))
 
     @property
     def args(self) -> LlmArgs:
@@ -115,6 +123,7 @@ class LLM:
         self,
         inputs: Prompt,
         sampling_params: Sampling | None = None,
+        streaming: bool = True,
         *,
         request_id: str | None = None,
         priority: int | None = None,
@@ -123,7 +132,7 @@ class LLM:
         """Submit one prompt and return at once.
 
         `await` the handle for the final output, iterate it (`async for`, or `for` outside asyncio) for a stream of
-        cumulative ones, or call its `result()`.
+        cumulative ones, or call its `result()`. Without `streaming`, iterating gives the final output alone.
 
         Raises:
             RequestError, ContextLengthError, EngineDeadError: as `AsyncLLM.generate`.
@@ -132,7 +141,7 @@ class LLM:
             inputs, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
         self._loop.call_soon_threadsafe(stream.submit)
-        return RequestHandle(stream, self._loop)
+        return RequestHandle(stream, self._loop, streaming)
 
     def chat(
         self,
@@ -172,7 +181,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory. Any number of times."""
-        if self._loop.is_closed():
+        if self._loop.is_closed() or self._pid != os.getpid():
             return
         if self._thread.is_alive():
             done: Future[None] = Future()
@@ -200,8 +209,8 @@ class LLM:
         self.shutdown()
 
     def __del__(self) -> None:
-        # Absent where __init__ refused the settings.
-        if "_loop" in self.__dict__:
+        # No loop where __init__ refused the settings; no running threads at the interpreter's end.
+        if "_loop" in self.__dict__ and not sys.is_finalizing():
             self.shutdown()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -224,8 +233,9 @@ class LLM:
                     waiting.append(self._submit(streams[-rest:], bar))
                 return [output for group in waiting for output in group.result()]
             except BaseException:
-                for stream in streams:
-                    self._loop.call_soon_threadsafe(stream.close)
+                if not self._loop.is_closed():
+                    for stream in streams:
+                        self._loop.call_soon_threadsafe(stream.close)
                 raise
 
     def _submit(self, streams: list[RequestStream], bar: "_Bar") -> "Future[list[RequestOutput]]":
@@ -243,12 +253,20 @@ class LLM:
         return asyncio.run_coroutine_threadsafe(finals(), self._loop)
 
 
+def _shutdown(reference: "weakref.ref[LLM]") -> None:
+    """At the interpreter's exit, while its threads still run."""
+    llm = reference()
+    if llm is not None:
+        llm.shutdown()
+
+
 class RequestHandle:
     """A submitted request, read from any thread or event loop. Dropping the last reference to it aborts the request."""
 
-    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, stream: RequestStream, loop: asyncio.AbstractEventLoop, streaming: bool) -> None:
         self._stream = stream
         self._loop = loop
+        self._streaming = streaming
 
     @property
     def request_id(self) -> str:
@@ -261,7 +279,11 @@ class RequestHandle:
             TimeoutError: after `timeout` seconds; the request goes on.
             EngineError: the request failed.
         """
-        return asyncio.run_coroutine_threadsafe(self._stream.final(), self._loop).result(timeout)
+        try:
+            return asyncio.run_coroutine_threadsafe(self._stream.final(), self._loop).result(timeout)
+        except FutureTimeoutError:
+            # Another class before Python 3.11.
+            raise TimeoutError(f"request {self.request_id} has not ended within {timeout} s") from None
 
     def abort(self) -> None:
         """End the request; readers get what there is."""
@@ -273,22 +295,26 @@ class RequestHandle:
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:
-            future = asyncio.run_coroutine_threadsafe(_next(self._stream), self._loop)
-            output = await asyncio.wrap_future(future)
+            output = await asyncio.wrap_future(self._next())
             if output is None:
                 return
             yield output
 
     def __iter__(self) -> Iterator[RequestOutput]:
         while True:
-            output = asyncio.run_coroutine_threadsafe(_next(self._stream), self._loop).result()
+            output = self._next().result()
             if output is None:
                 return
             yield output
 
+    def _next(self) -> "Future[RequestOutput | None]":
+        return asyncio.run_coroutine_threadsafe(_next(self._stream, self._streaming), self._loop)
 
-async def _next(stream: RequestStream) -> RequestOutput | None:
-    return await anext(stream, None)
+
+async def _next(stream: RequestStream, streaming: bool) -> RequestOutput | None:
+    if streaming or stream.is_read:
+        return await anext(stream, None)
+    return await stream.final()
 
 
 class _Bar:

@@ -155,6 +155,11 @@ class RequestState:
         self._news = asyncio.Event()
         self._end = asyncio.Event()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the end has been taken."""
+        return self.is_finished and not self._is_news
+
     async def wait(self) -> None:
         """Until there is something to take, or the end."""
         await self._news.wait()

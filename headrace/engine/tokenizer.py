@@ -88,6 +88,10 @@ class Tokenizer:
         """The bytes one token stands for (part of a character, maybe); empty where it has no text."""
         return self._table.token_bytes(token_id)
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a marker (such as the end of a turn) and not text."""
+        return self._table.is_special(token_id)
+
     def token_text(self, token_id: int) -> str:
         """One token on its own, as log-probabilities show it; U+FFFD for a part of a character."""
         return self._table.token_bytes(token_id).decode("utf-8", errors="replace")

@@ -8,6 +8,7 @@ byte fallback. Built from the lists as they are, without going through another l
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -166,17 +167,20 @@ def _merges(
 ) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, best piece first."""
     found: list[tuple[float, str, str]] = []
-    for index, token in enumerate(tokens):
-        if len(token) < 2 or token_types[index] in (CONTROL, UNUSED, BYTE, UNKNOWN):
+    skipped = {CONTROL, UNUSED, BYTE, UNKNOWN}
+    for token, kind, score in zip(tokens, token_types, scores, strict=True):
+        if len(token) < 2 or kind in skipped:
             continue
         ways = []
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocab and right in vocab:
-                ways.append((vocab[left], vocab[right], left, right))
-        found.extend((-scores[index], left, right) for _, _, left, right in sorted(ways))
+            left = token[:cut]
+            if left in vocab and token[cut:] in vocab:
+                ways.append((left, token[cut:]))
+        if len(ways) > 1:
+            ways.sort(key=lambda way: (vocab[way[0]], vocab[way[1]]))
+        found.extend((-score, left, right) for left, right in ways)
     # A stable sort: among equals the order of the pieces, then of the ways.
-    found.sort(key=lambda merge: merge[0])
+    found.sort(key=itemgetter(0))
     return [(left, right) for _, left, right in found]
 
 

@@ -29,6 +29,8 @@ PROGRAMS_PER_SM = 8
 MIN_CHUNK = 64
 """Keys of the smallest item; chunks are multiples of it."""
 
+# One size for all batches up to it, so that none compiles the kernel anew.
+PLAN_ROWS = 1024
 PLAN_ITEMS = 32
 REDUCE_ITEMS = 16
 
@@ -50,7 +52,7 @@ class DecodePlan:
     """fp32 [num_items, num_q_heads]: log2 of the sum of exp2 of the item's scores."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_items"], do_not_specialize_on_alignment=["seq_lens"])
 def plan_kernel(
     seq_lens,
     item_row,
@@ -80,7 +82,10 @@ def plan_kernel(
         tl.store(row_items + num_rows + 1, chunk)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens", "table_stride"],
+)
 def decode_kernel(
     q,
     cache,
@@ -161,7 +166,7 @@ def decode_kernel(
         tl.store(partial_lse + item_head, most + tl.log2(total), mask=lane < GROUP_SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["query_start_loc"])
 def reduce_kernel(
     partial,
     partial_lse,
@@ -241,9 +246,9 @@ def plan_decode(
         target,
         WINDOW=window or 0,
         MIN_CHUNK=MIN_CHUNK,
-        BLOCK_ROWS=triton.next_power_of_2(max(num_rows, 16)),
+        BLOCK_ROWS=max(triton.next_power_of_2(num_rows), PLAN_ROWS),
         BLOCK_ITEMS=PLAN_ITEMS,
-        num_warps=4,
+        num_warps=8,
     )
     return plan
 

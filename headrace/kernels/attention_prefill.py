@@ -54,7 +54,10 @@ def key_ranges(first_position, last_position, WINDOW: tl.constexpr, BLOCK_N: tl.
     return begin, all_begin, all_end, end
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows"],
+    do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens", "table_stride"],
+)
 def prefill_kernel(
     q,
     cache,

@@ -34,7 +34,7 @@ def store_head(target, first, second, rest, mask, column, rest_column, HEAD_DIM:
         tl.store(target + rest_column[None, :], rest.to(dtype), mask=mask & (rest_column < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def qk_norm_rope_cache_write_kernel(
     qkv,
     q_norm,

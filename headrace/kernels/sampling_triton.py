@@ -106,7 +106,8 @@ def filter_threshold_kernel(
         best = tl.maximum(best, tl.load(row + at, mask=at < vocab, other=float("-inf")))
     peak = tl.max(best)
     share = tl.load(min_p + index * min_p_stride)
-    lowest = tl.where(share > 0, peak + tl.log(tl.maximum(share, 1e-38)), float("-inf"))
+    lowest = tl.where(share > 0, peak + tl.log(tl.maximum(share, 1e-30)), float("-inf"))
+    lowest = lowest.to(tl.float32)
     k = tl.load(top_k + index * top_k_stride)
     p = tl.load(top_p + index * top_p_stride)
     if (k > 0) | (p < 1.0):

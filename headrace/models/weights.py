@@ -23,6 +23,7 @@ from headrace.utils.hub import ModelSource, weight_files
 Progress = Callable[[str, int, int], None]
 LABEL = "loading weights"
 MAX_HEADER = 100 << 20
+RUN_BYTES = 256 << 20
 LISTED = 8
 
 
@@ -41,17 +42,18 @@ class WeightStream(Protocol):
 class SafetensorsStream:
     """The tensors of some .safetensors files, mapped, in file order.
 
-    A file is mapped anew for each tensor: its pages leave memory with the tensor, and so no more than one is resident.
+    A file is mapped anew for each run of tensors: its pages leave memory with the run, whatever the file's size.
     """
 
     def __init__(self, files: list[Path]) -> None:
-        self._names: dict[Path, list[str]] = {}
+        self._runs: list[tuple[Path, list[str]]] = []
         self._where: dict[str, Path] = {}
         self.total_bytes = 0
         for file in files:
             header = read_header(file)
-            self._names[file] = sorted(header, key=lambda name: header[name]["data_offsets"][0])
-            self.total_bytes += sum(end - start for start, end in (e["data_offsets"] for e in header.values()))
+            ends = {name: entry["data_offsets"][1] for name, entry in header.items()}
+            self._runs += [(file, run) for run in _runs(ends)]
+            self.total_bytes += max(ends.values(), default=0)
             for name in header:
                 if name in self._where:
                     raise ModelLoadError(f"tensor {name} is in both {self._where[name]} and {file}.")
@@ -62,18 +64,38 @@ class SafetensorsStream:
         return self._where[name]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for file, names in self._names.items():
-            for name in names:
-                yield name, _read_tensor(file, name)
+        for file, names in self._runs:
+            with _opened(file) as run:
+                for name in names:
+                    yield name, _read_tensor(run, file, name)
 
 
-def _read_tensor(file: Path, name: str) -> Tensor:
+def _runs(ends: dict[str, int]) -> list[list[str]]:
+    """Names in file order, cut where a run would pass RUN_BYTES. ends: where each tensor ends."""
+    runs: list[list[str]] = []
+    start = end = 0
+    for name in sorted(ends, key=ends.__getitem__):
+        if not runs or ends[name] - start > RUN_BYTES:
+            runs.append([])
+            start = end
+        runs[-1].append(name)
+        end = ends[name]
+    return runs
+
+
+def _opened(file: Path) -> Any:
     try:
-        with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{file} cannot be read ({error}).") from error
+
+
+def _read_tensor(run: Any, file: Path, name: str) -> Tensor:
+    try:
+        tensor: Tensor = run.get_tensor(name)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ModelLoadError(f"{file}: tensor {name} cannot be read ({error}).") from error
+    return tensor
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:

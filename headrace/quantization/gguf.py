@@ -39,10 +39,10 @@ def unpack(data: Tensor, kind: str) -> Tensor:
         groups = affine.q.reshape(len(data), -1, GROUP).float()
         return groups.mul_(affine.scale.unsqueeze(-1)).add_(affine.offset.unsqueeze(-1)).reshape(len(data), -1)
     try:
-        values = dequantize_numpy(data.numpy(), GGMLQuantizationType[kind])
+        unpacked = dequantize_numpy(data.numpy(), GGMLQuantizationType[kind])
     except (KeyError, NotImplementedError):
         raise ModelLoadError(f"tensors of the GGUF type {kind} cannot be unpacked.") from None
-    return torch.from_numpy(values).reshape(len(data), -1)
+    return torch.from_numpy(unpacked).reshape(len(data), -1)
 
 
 def affine4(data: Tensor, kind: str) -> Affine4 | None:
@@ -57,6 +57,19 @@ def affine4(data: Tensor, kind: str) -> Affine4 | None:
     return _affine4_k(data) if kind == "Q4_K" else None
 
 
+def affine8(data: Tensor) -> Affine4:
+    """Q8_0 as two 4-bit tensors side by side, [out, 2 * in]: the high halves of the bytes, then the low ones."""
+    blocks = data.reshape(len(data), -1, 34)
+    scale = _half(blocks, 0)
+    # A signed byte plus 128: 16 * high + low - 128.
+    raised = blocks[..., 2:] ^ 128
+    return Affine4(
+        torch.cat([(raised >> 4).flatten(1), (raised & 15).flatten(1)], dim=1),
+        torch.cat([scale * 16.0, scale], dim=1),
+        torch.cat([scale * -128.0, torch.zeros_like(scale)], dim=1),
+    )
+
+
 def _affine4_k(data: Tensor) -> Affine4:
     """Blocks of 256: fp16 scale and minimum, 8 pairs of 6 bits in 12 bytes, 4 runs of 32 bytes of 2 x 32 nibbles."""
     blocks = data.reshape(len(data), -1, 144)
@@ -64,7 +77,7 @@ def _affine4_k(data: Tensor) -> Affine4:
     low, mid, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     scales = torch.cat([low & 63, (high & 15) | ((low >> 6) << 4)], dim=-1)
     minima = torch.cat([mid & 63, (high >> 4) | ((mid >> 6) << 4)], dim=-1)
-    q = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
+    q = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
     return Affine4(
         q.flatten(1),
         (scales.float() * _half(blocks, 0).unsqueeze(-1)).flatten(1),

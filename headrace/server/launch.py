@@ -12,6 +12,7 @@ import errno
 import os
 import signal
 import socket
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -53,11 +54,17 @@ def run_server(args: LlmArgs, server: ServerConfig) -> int:
         loop = factory()
         try:
             asyncio.set_event_loop(loop)
-            return loop.run_until_complete(Serving(args, server, listener).run())
+            serving = Serving(args, server, listener)
+            code = loop.run_until_complete(serving.run())
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())
             asyncio.set_event_loop(None)
             loop.close()
+    if serving.is_load_abandoned:
+        # A thread in the middle of a download cannot be stopped, and Python's own exit would wait for it.
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -127,6 +134,7 @@ class Serving:
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         self._signals: list[signal.Signals] = []
+        self.is_load_abandoned = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -140,6 +148,8 @@ class Serving:
             self._llm.shutdown()
             self._http.should_exit = True
             await asyncio.wait({http})
+            if http.exception() is not None:
+                logger.error("The HTTP server failed", exc_info=http.exception())
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
@@ -150,6 +160,7 @@ class Serving:
         try:
             await asyncio.wait({stop, load, http}, return_when=asyncio.FIRST_COMPLETED)
             if not load.done():
+                self.is_load_abandoned = True
                 return self._interrupted()
             load.result()
             self._llm.on_death(self._lifecycle.die)
@@ -182,6 +193,8 @@ class Serving:
             )
             if force.done():
                 return self._interrupted()
+            if dead.done():
+                return 1
             if not idle.done():
                 logger.warning("Stopping: %d requests were cut off", self._lifecycle.num_requests)
             return 0

@@ -90,7 +90,8 @@ class Sampler:
             best, tokens = logits.max(dim=1)
             if some is not None:
                 tokens[some.place_index] = self._draw_rows(some.pick(logits), some, sampling)
-        tokens = torch.where(best.isfinite(), tokens, FAILED)
+        # 0 for a finite number, NaN for all others.
+        tokens = torch.where(best - best == 0, tokens, FAILED)
         logprobs = None
         if wanted is not None and raw is not None:
             logprobs = self._logprobs(raw, wanted.pick(tokens).clamp(min=0), sampling.num_top)

@@ -31,6 +31,8 @@ class StepWords:
 
     def read(self, values: Iterable[int]) -> slice:
         """Words that the step reads; what `view` takes once the words are sent."""
+        # Aligned to 16 bytes: Triton compiles a kernel anew for a pointer of another alignment.
+        self._data.extend((0,) * (-len(self._data) % WRITE_WORDS))
         start = len(self._data)
         self._data.extend(values)
         return slice(start, len(self._data))

@@ -169,7 +169,8 @@ def test_model_is_also_a_flag() -> None:
     assert parse("--url", "x", "--model", "name", command="chat").options["model"] == "name"
 
 
-def test_the_full_help_names_every_setting_and_the_short_one_few() -> None:
+def test_the_full_help_names_every_setting_and_the_short_one_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     flags = Flags(BY_NAME["serve"])
     full, short = flags.help(show_all=True), flags.help(show_all=False)
     for name in every_leaf():

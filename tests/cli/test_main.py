@@ -2,6 +2,7 @@
 """The program: exit codes, one sentence for each mistake, `config` as YAML that loads again."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from headrace import __version__
 from headrace.cli import main as program
 from headrace.cli.commands import COMMANDS
 from headrace.cli.main import main
-from headrace.config.sources import load_settings, yaml_layer
+from headrace.config.sources import every_leaf, load_settings, yaml_layer
+from headrace.envs import SWITCHES
 from headrace.errors import ConfigError, EngineDeadError
 
 TINY = {
@@ -112,6 +114,15 @@ def test_a_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_TRACEBACK", "1")
     with pytest.raises(ConfigError):
         main(["serve", "demo", "--nonsense"])
+
+
+def test_every_variable_that_the_library_reads_is_known() -> None:
+    root = Path(program.__file__).parent.parent
+    read = {
+        name for file in root.rglob("*.py") for name in re.findall(r"environ.*\"(HEADRACE_\w+)\"", file.read_text())
+    }
+    settings = {"HEADRACE_" + name.replace(".", "__").upper() for name in every_leaf()}
+    assert read and read <= settings | SWITCHES.keys()
 
 
 def test_python_m_headrace_is_the_program() -> None:

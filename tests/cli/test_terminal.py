@@ -44,7 +44,7 @@ class Terminal:
                     piece = os.read(self.fd, 4096)
                 except OSError:
                     piece = b""
-                assert piece, f"the program ended before {text!r}: {self.seen!r}"
+                assert piece, f"ended with {self.exit_code()} before {text!r}: {self.seen!r}"
                 self.seen += piece.decode(errors="replace")
         before, _, self.seen = self.seen.partition(text)
         return before

@@ -188,6 +188,7 @@ def test_variables_that_a_platform_makes_for_a_service_called_headrace_are_left_
         "HEADRACE_SERVICE_PORT_HTTP": "8000",
         "HEADRACE_PORT_8000_TCP_ADDR": "10.0.0.1",
         "HEADRACE_INPROC": "1",
+        "HEADRACE_CACHE": "/tmp",
         "OTHER": "x",
     }
     assert environment_layer(made).values == {}
@@ -296,7 +297,7 @@ def test_key_files_join_the_keys(tmp_path: Path) -> None:
         "third",
     )
     file.write_text("# none\n")
-    with pytest.raises(ConfigError, match="api_key_file = .* holds no key"):
+    with pytest.raises(ConfigError, match=r"api_key_file = .* holds no key"):
         ServerConfig(api_key_file=str(file)).with_key_files()
-    with pytest.raises(ConfigError, match="admin_key_file = /no/such cannot be read"):
+    with pytest.raises(ConfigError, match=r"admin_key_file = /no/such cannot be read"):
         ServerConfig(admin_key_file="/no/such").with_key_files()

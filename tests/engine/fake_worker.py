@@ -153,7 +153,7 @@ class FailsOneRow(FakeWorker):
 
 
 class LateWorker(FakeWorker):
-    """A device so far behind that it begins a step only when somebody waits for the result; `log` says what came when."""
+    """A device so late that it begins a step only when its result is waited for; `log` says what came when."""
 
     def __init__(self, config: ResolvedConfig, source: ModelSource) -> None:
         super().__init__(config, source)

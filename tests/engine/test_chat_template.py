@@ -16,7 +16,9 @@ SIMPLE = (
 
 
 def render(source: str, messages: list[dict[str, Any]], tools: Any = None, **kwargs: Any) -> str:
-    return ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages, tools, **kwargs)
+    return ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}).render(
+        messages, tools, **kwargs
+    )
 
 
 USER = [{"role": "user", "content": "hi"}]
@@ -58,15 +60,22 @@ def test_messages_are_brought_to_the_form_that_templates_know() -> None:
     ]
     source = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }};"
-        "{% for c in m.tool_calls %}{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}{% endfor %}"
+        "{% for c in m.tool_calls %}{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+        "{% endfor %}"
         "{% endfor %}"
     )
     assert render(source, chat) == "system:a\nb;assistant:;a=1"
     assert render("{% if messages[0].role == 'developer' %}known{% endif %}", chat) == "known"
-    assert chat[0]["role"] == "developer" and isinstance(call["function"]["arguments"], str), "the caller's are untouched"
+    assert chat[0]["role"] == "developer" and isinstance(call["function"]["arguments"], str), (
+        "the caller's are untouched"
+    )
     for arguments, shown in (("not json", '"not json"'), ("", "{}"), ("[1]", '"[1]"')):
-        one = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
-        assert json.loads(render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", one)) == json.loads(shown)
+        one = [
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        ]
+        assert json.loads(render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", one)) == json.loads(
+            shown
+        )
 
 
 def test_parts_that_are_not_text_are_refused() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streamed text is the text: whatever the tokenizer, whatever the steps, whatever the stop strings."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,10 +53,10 @@ def test_pieces_add_up_to_the_decoding_of_all(name: str, data: st.DataObject) ->
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
     detokenizer = TokenTable(backend).detokenizer(skips)
     edges = [0, *cuts, len(ids)]
-    pieces = [detokenizer.push(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [detokenizer.push(ids[a:b]) for a, b in pairwise(edges)]
     whole = backend.decode(ids, skip_special_tokens=skips)
     if name.startswith("sentencepiece") and "\ufffd" in whole:
-        # A run of byte tokens with one bad byte: the library then shows none of its characters, a stream has shown some.
+        # A run of byte tokens with a bad byte in it: the library shows none of its characters, a stream has shown some.
         return
     assert "".join([*pieces, detokenizer.flush()]) == whole
 
@@ -112,7 +114,7 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(text: str, stops: list[
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     found = None
     seen = 0
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         hit = matcher.feed(text[a:b])
         if hit is not None:
             found = (seen + hit[0], hit[1])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CONFIG, EOS
+from tiny_model import CONFIG, EOS
 
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig

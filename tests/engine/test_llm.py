@@ -15,9 +15,7 @@ from headrace.sampling_params import SamplingParams
 
 
 @pytest.fixture
-def llm(
-    args: LlmArgs, core_options: Callable[..., CoreOptions], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[LLM]:
+def llm(args: LlmArgs, core_options: Callable[..., CoreOptions], monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     options = core_options("SlowWorker", in_process=True)
     monkeypatch.setattr(CoreOptions, "from_environment", classmethod(lambda cls: options))
     with LLM(args=args) as engine:
@@ -64,6 +62,10 @@ def test_a_handle_can_be_awaited_iterated_or_waited_for(llm: LLM) -> None:
     asyncio.run(go())
     assert "".join(o.outputs[0].text_diff for o in llm.generate_async("12", params)) == "1212121212"
     assert llm.generate_async("ab", params).result(10).outputs[0].text == "ababababab"
+    with pytest.raises(TimeoutError):
+        llm.generate_async("ab", SamplingParams(max_tokens=100)).result(0.05)
+    whole = list(llm.generate_async("ab", params, streaming=False))
+    assert [output.outputs[0].text for output in whole] == ["ababababab"]
     with pytest.raises(RequestError):
         llm.generate_async("")
 

@@ -2,13 +2,14 @@
 """Deltas to outputs: the same text whatever the steps, stop strings, end tokens, log-probabilities."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CONFIG, EOS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_model import CONFIG, EOS
 
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
@@ -64,8 +65,10 @@ def test_any_steps_give_the_same_answer(
     answers = []
     for how in range(2):
         harness = Harness(tokenizer, stop=stops, include_stop_str_in_output=includes, max_tokens=len(ids) or 1)
-        edges = [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6))), len(ids)] if how else [0, len(ids)]
-        for a, b in zip(edges, edges[1:], strict=False):
+        edges = (
+            [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6))), len(ids)] if how else [0, len(ids)]
+        )
+        for a, b in pairwise(edges):
             if harness.state.is_finished:
                 break
             harness.feed(ids[a:b], "length" if b == len(ids) else None)

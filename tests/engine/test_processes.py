@@ -185,9 +185,7 @@ print(engine.info.core_pid, engine.info.address, flush=True)
 """
 
 
-def script(
-    tmp_path: Path, model_folder: Path, worker: str, rest: str
-) -> "subprocess.Popen[str]":
+def script(tmp_path: Path, model_folder: Path, worker: str, rest: str) -> "subprocess.Popen[str]":
     path = tmp_path / "script.py"
     path.write_text(SCRIPT % worker + textwrap.dedent(rest))
     root = str(Path(headrace.__file__).parent.parent)
@@ -241,6 +239,24 @@ def test_ctrl_c_while_loading_leaves_no_process(tmp_path: Path, model_folder: Pa
     _, err = parent.communicate(timeout=10)
     assert parent.returncode != 0 and "KeyboardInterrupt" in err
     assert is_gone(child, 2)
+
+
+def test_ctrl_c_while_downloading_does_not_wait_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import sys, time\n"
+        "from headrace.engine import async_llm, llm\n"
+        "async_llm.resolve_model = lambda *a, **k: [sys.stdout.write('.'), sys.stdout.flush(), time.sleep(60)]\n"
+        "llm.LLM('far/away')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(headrace.__file__).parent.parent)}
+    child = subprocess.Popen(
+        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert child.stdout is not None and child.stdout.read(1) == "."
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=10)
+    assert child.returncode != 0 and "KeyboardInterrupt" in err
 
 
 def test_a_front_end_that_is_killed_frees_its_requests(engine: Engine, model_folder: Path, run: Run) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CONFIG, byte_tokenizer
+from tiny_model import CONFIG, byte_tokenizer
 
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
@@ -71,6 +71,7 @@ def test_added_tokens_of_the_config_are_known(tmp_path: Path) -> None:
     tokenizer = load(folder_with(tmp_path, {"added_tokens_decoder": added}))
     assert tokenizer.encode("a<|extra|>") == [97, 259]
     assert tokenizer.decode([97, 259, 258]) == "a<think>"
+    assert [tokenizer.is_special(i) for i in (97, 258, 259)] == [False, False, True]
     assert tokenizer.decode([97, 259, 258], skip_special_tokens=False) == "a<|extra|><think>"
 
 
@@ -125,7 +126,8 @@ def test_a_folder_without_a_tokenizer_says_what_it_lacks(tmp_path: Path) -> None
 def sentencepiece_model(folder: Path, kind: str, **options: object) -> Path:
     """A SentencePiece model trained on the spot."""
     sentencepiece = pytest.importorskip("sentencepiece")
-    words = "the quick brown fox jumps over the lazy dog and other animals while humming a melody".split()
+    text = "the quick brown fox jumps over the lazy dog and other animals while humming a melody"
+    words = text.split()
     lines = [" ".join(words[(i * j) % len(words)] for j in range(1, 9)) for i in range(1, 200)]
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

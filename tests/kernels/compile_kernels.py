@@ -6,10 +6,12 @@ of its own, because the interpreter, which the other tests use, is chosen when a
 """
 
 import importlib
+import itertools
 import json
 import pkgutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import triton
@@ -21,35 +23,66 @@ from headrace.kernels.activation_triton import gated_kernel
 from headrace.kernels.attention_decode import decode_kernel, plan_kernel, reduce_kernel
 from headrace.kernels.attention_prefill import prefill_kernel
 from headrace.kernels.attention_tile import SHARED_MEMORY, block_dim, decode_tile, prefill_tile
+from headrace.kernels.batch_prep_triton import (
+    apply_writes_kernel,
+    commit_step_kernel,
+    gather_blocks_kernel,
+    gather_tokens_kernel,
+)
 from headrace.kernels.kv_cache_triton import copy_blocks_kernel
 from headrace.kernels.norm_triton import fused_add_rms_norm_kernel, rms_norm_kernel
 from headrace.kernels.rope_triton import qk_norm_rope_cache_write_kernel
+from headrace.kernels.sampling_triton import draw_kernel, filter_threshold_kernel, uniforms_kernel
 
-# Argument types by name; all others are int32. Pointers and numbers are multiples of 16, as they are at a real launch.
-POINTERS = {
-    "fp32": ("table", "partial", "partial_lse"),
-    "i32": ("block_table", "query_start_loc", "seq_lens", "item_row", "row_items"),
-    "i64": ("positions", "slots", "pairs"),
-}
-MODEL_POINTERS = ("x", "weight", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena")
-FLOATS = ("eps", "offset", "scale_log2", "softcap")
-UNALIGNED = ("first_row", "num_rows", "num_items", "target", "num_q_heads", "num_kv_heads")
+# Argument types by name, unless a variant says otherwise; all others are int32. Pointers and numbers are multiples of
+# 16, as they are at a real launch, except those a kernel is not specialised on.
+TYPES = {
+    "fp32": ("eps", "offset", "scale_log2", "softcap"),
+    "*fp32": ("partial", "partial_lse", "logits", "top_p", "min_p", "thresholds"),
+    "*fp64": ("uniform",),
+    "*i32": (
+        "block_table", "query_start_loc", "seq_lens", "item_row", "row_items", "state", "staged", "rows", "tables",
+        "num_computed_tokens", "token_ids", "sample_rows", "choices", "top_k",
+    ),
+    "*i64": ("positions", "slots", "pairs", "input_ids", "slot_mapping", "sampled", "seeds"),
+    "*model": ("x", "weight", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena"),
+}  # fmt: skip
 
-Variant = tuple[Any, dict[str, Any], int, int, str]
-"""kernel, constexprs, num_warps, num_stages, dtype of the model's tensors."""
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel with its constants, what launches it, and argument types of its own."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    model_dtype: str = "bf16"
+    types: dict[str, str] = field(default_factory=dict)
+
+    def type_of(self, name: str) -> str:
+        """An argument's type as Triton spells it."""
+        by_name = {argument: kind for kind, names in TYPES.items() for argument in names}
+        return self.types.get(name, by_name.get(name, "i32")).replace("model", self.model_dtype)
 
 
-def attention_variants(shared: int) -> Iterator[Variant]:
+# Targets with shared memory like another's compile what takes most of it; these compile all shapes.
+ALL_SHAPES = (80, 86, 90)
+
+
+def attention_variants(arch: int) -> Iterator[Variant]:
     """Head widths with tiles of their own, one that is no power of two, and the longest code path."""
-    for head_dim, group_size, window, softcap, dtype in (
+    shared = SHARED_MEMORY[arch]
+    shapes = (
+        (128, 8, 512, True, "bf16"),
+        (256, 4, 512, False, "bf16"),
         (64, 3, 0, False, "bf16"),
         (80, 1, 0, False, "bf16"),
         (128, 4, 0, False, "bf16"),
-        (128, 8, 512, True, "bf16"),
-        (256, 4, 512, False, "bf16"),
         (8, 2, 0, False, "fp32"),
         (256, 2, 0, False, "fp32"),
-    ):
+    )
+    for head_dim, group_size, window, softcap, dtype in shapes if arch in ALL_SHAPES else shapes[:2]:
         size = 4 if dtype == "fp32" else 2
         common = {
             "GROUP_SIZE": group_size,
@@ -64,44 +97,50 @@ def attention_variants(shared: int) -> Iterator[Variant]:
             (decode_kernel, decode_tile(head_dim, size, group_size, shared)),
         ):
             blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-            yield kernel, common | blocks, tile.num_warps, tile.num_stages, dtype
+            yield Variant(kernel, common | blocks, tile.num_warps, tile.num_stages, dtype)
 
 
-def variants(shared: int) -> Iterator[Variant]:
-    """Every kernel, with the constants of common models."""
-    yield rms_norm_kernel, {"BLOCK": 4096}, 8, 3, "bf16"
-    yield fused_add_rms_norm_kernel, {"BLOCK": 4096}, 8, 3, "bf16"
-    yield gated_kernel, {"BLOCK": 1024, "IS_GELU": False}, 4, 3, "bf16"
-    yield gated_kernel, {"BLOCK": 1024, "IS_GELU": True}, 4, 3, "bf16"
-    yield copy_blocks_kernel, {"BLOCK": 4096}, 8, 3, "bf16"
+def layer_variants() -> Iterator[Variant]:
+    """Norms, activations, rotary and copies, with the constants of common models."""
+    yield Variant(rms_norm_kernel, {"BLOCK": 4096}, 8)
+    yield Variant(fused_add_rms_norm_kernel, {"BLOCK": 4096}, 8)
+    yield Variant(gated_kernel, {"BLOCK": 1024, "IS_GELU": False})
+    yield Variant(gated_kernel, {"BLOCK": 1024, "IS_GELU": True})
+    yield Variant(copy_blocks_kernel, {"BLOCK": 4096}, 8)
     heads = {"HAS_Q_NORM": True, "HAS_K_NORM": True, "HAS_ROPE": True}
     whole = {"HEAD_DIM": 128, "HALF": 64, "BLOCK_HEADS": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1}
     part = {"HEAD_DIM": 80, "HALF": 16, "BLOCK_HEADS": 32, "BLOCK_HALF": 16, "BLOCK_REST": 64}
-    yield qk_norm_rope_cache_write_kernel, whole | heads, 4, 3, "bf16"
-    yield qk_norm_rope_cache_write_kernel, part | heads, 4, 3, "bf16"
-    yield plan_kernel, {"WINDOW": 512, "MIN_CHUNK": 64, "BLOCK_ROWS": 256, "BLOCK_ITEMS": 32}, 4, 3, "bf16"
-    yield reduce_kernel, {"HEAD_DIM": 128, "BLOCK_DIM": 128, "BLOCK_ITEMS": 16}, 4, 3, "bf16"
-    yield from attention_variants(shared)
+    for shape in (whole, part):
+        yield Variant(qk_norm_rope_cache_write_kernel, shape | heads, types={"table": "*fp32"})
+
+
+def step_variants() -> Iterator[Variant]:
+    """What runs once a step: gathering the batch, plans, sampling."""
+    yield Variant(plan_kernel, {"WINDOW": 512, "MIN_CHUNK": 64, "BLOCK_ROWS": 1024, "BLOCK_ITEMS": 32}, 8)
+    yield Variant(reduce_kernel, {"HEAD_DIM": 128, "BLOCK_DIM": 128, "BLOCK_ITEMS": 16})
+    yield Variant(apply_writes_kernel, {"RECORD": 4, "BLOCK": 1024})
+    yield Variant(gather_tokens_kernel, {"BLOCK": 1024})
+    yield Variant(gather_blocks_kernel, {"TOKENS_PER_BLOCK": 32, "BLOCK": 1024})
+    yield Variant(commit_step_kernel, {"BLOCK": 1024}, types={"num_tokens": "*i32"})
+    yield Variant(uniforms_kernel, {"BLOCK": 256}, types={"positions": "*i32", "out": "*fp64"})
+    yield Variant(filter_threshold_kernel, {"BLOCK": 4096}, 8, types={"out": "*fp32"})
+    yield Variant(draw_kernel, {"HAS_THRESHOLD": True, "BLOCK": 4096}, 8, types={"out": "*i64"})
 
 
 def compile_one(variant: Variant, arch: int) -> int:
     """Bytes of shared memory that the compiled kernel takes."""
-    kernel, constants, num_warps, num_stages, dtype = variant
-    pointer = {name: f"*{kind}" for kind, names in POINTERS.items() for name in names}
-    pointer |= dict.fromkeys(MODEL_POINTERS, f"*{dtype}")
-    if kernel is qk_norm_rope_cache_write_kernel:
-        pointer["table"] = "*fp32"
     signature, constexprs, attrs = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
+    for index, parameter in enumerate(variant.kernel.params):
+        name = parameter.name
+        if name in variant.constants:
             signature[name] = "constexpr"
-            constexprs[(index,)] = constants[name]
-        else:
-            signature[name] = pointer.get(name, "fp32" if name in FLOATS else "i32")
-            if signature[name] != "fp32" and name not in UNALIGNED:
-                attrs[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+            constexprs[(index,)] = variant.constants[name]
+            continue
+        signature[name] = variant.type_of(name)
+        if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment or signature[name] == "fp32"):
+            attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     return int(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).metadata.shared)
 
 
@@ -118,10 +157,11 @@ def main() -> None:
     """Compile and report."""
     arch = int(sys.argv[1])
     done = set()
-    for variant in variants(SHARED_MEMORY[arch]):
-        name = variant[0].__name__
+    variants = itertools.chain(layer_variants(), step_variants(), attention_variants(arch))
+    for variant in variants:
+        name = variant.kernel.__name__
         done.add(name)
-        report: dict[str, Any] = {"kernel": name, "constants": variant[1], "shared": 0, "error": None}
+        report: dict[str, Any] = {"kernel": name, "constants": variant.constants, "shared": 0, "error": None}
         try:
             report["shared"] = compile_one(variant, arch)
         except Exception as error:

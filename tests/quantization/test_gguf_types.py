@@ -7,7 +7,7 @@ from gguf.quants import dequantize, quantize
 
 from headrace.errors import ModelLoadError
 from headrace.quantization.base import CHUNK_VALUES, RawTensor, copy_weight
-from headrace.quantization.gguf import affine4, bytes_per_row, unpack
+from headrace.quantization.gguf import affine4, affine8, bytes_per_row, unpack
 
 KINDS = [
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
@@ -54,6 +54,15 @@ def test_affine_types_say_their_own_numbers(kind: str) -> None:
     assert affine.q.shape == (4, COLUMNS) and int(affine.q.max()) <= 15
     values = affine.q.view(4, -1, 32) * affine.scale.unsqueeze(-1) + affine.offset.unsqueeze(-1)
     assert torch.equal(values.view(4, -1), unpack(data, kind))
+
+
+def test_q8_0_is_the_sum_of_two_affine_halves() -> None:
+    data = torch.from_numpy(packed("Q8_0"))
+    halves = affine8(data)
+    assert halves.q.shape == (4, 2 * COLUMNS) and int(halves.q.max()) <= 15
+    values = halves.q.view(4, -1, 32) * halves.scale.unsqueeze(-1) + halves.offset.unsqueeze(-1)
+    high, low = values.view(4, -1).chunk(2, dim=1)
+    torch.testing.assert_close(high + low, unpack(data, "Q8_0"), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q6_K", "IQ4_NL"])

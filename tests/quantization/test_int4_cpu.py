@@ -47,7 +47,9 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("is_bf16", WIDE)
 @pytest.mark.parametrize("keeps_wide", [True, False])
-@pytest.mark.parametrize("kinds", [["Q4_1"] * 3, ["Q4_0"] * 3, ["Q4_0", "Q4_1", "Q4_0"], ["Q4_1", "Q4_1", "Q8_0"]])
+@pytest.mark.parametrize(
+    "kinds", [["Q4_1"] * 3, ["Q4_0"] * 3, ["Q4_0", "Q4_1", "Q4_0"], ["Q4_1", "Q4_1", "Q8_0"], ["Q8_0"] * 3]
+)
 def test_the_product_is_that_of_the_checkpoints_numbers(kinds: list[str], keeps_wide: bool, is_bf16: bool) -> None:
     weights = parts(kinds)
     method = CpuMethod(keeps_wide=keeps_wide, is_bf16=is_bf16)
@@ -69,6 +71,19 @@ def test_few_rows_use_the_4_bit_weight_and_many_the_wide_one(monkeypatch: pytest
     for rows in (FEW_ROWS, FEW_ROWS + 1):
         method.apply(layer, torch.randn(rows, IN).bfloat16(), None)
     assert used == ["Int4Weight", "WideWeight"]
+
+
+@needs_int4
+def test_an_8_bit_weight_is_two_4_bit_ones_for_half_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = CpuMethod(embeds=True)
+    weights = [raw(torch.randn(96, IN), "Q8_0")]
+    layer = load(method, weights)
+    assert method._int4 is not None and method._int4.max_rows == FEW_ROWS // 2
+    x = torch.randn(2, IN).bfloat16()
+    few = method.apply(layer, x, None)
+    many = method.apply(layer, torch.cat([x, x]), None)[:2]
+    assert_near(few, exact(weights, x))
+    assert_near(many, exact(weights, x))
 
 
 @needs_int4
@@ -133,3 +148,16 @@ def test_an_output_that_is_no_multiple_of_16_works() -> None:
     layer = load(method, weights)
     x = torch.randn(2, IN).bfloat16()
     assert_near(method.apply(layer, x, None), exact(weights, x))
+
+
+@pytest.mark.parametrize("keeps_wide", [True, False])
+def test_a_4_bit_layer_that_loads_dense_weights_next_uses_these(keeps_wide: bool) -> None:
+    method = CpuMethod(keeps_wide=keeps_wide)
+    layer = load(method, parts(["Q4_1"] * 3))
+    weights = [torch.randn(n, IN).bfloat16() for n in OUT]
+    for shard, weight in enumerate(weights):
+        method.load_shard(layer, weight, shard)
+    method.finish(layer)
+    for rows in ROWS:
+        x = torch.randn(rows, IN).bfloat16()
+        assert_near(method.apply(layer, x, None), x.float() @ torch.cat(weights).float().t())

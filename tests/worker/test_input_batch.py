@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan's rows become the tensors that models and attention are promised."""
+
+import torch
+
+from headrace.core.output import AdmittedRequest, CachePlan, ScheduledRow, SchedulerOutput
+from headrace.core.request import SamplingSpec
+from headrace.kernels.batch_prep import gather_blocks, gather_tokens
+from headrace.worker.input_batch import InputBatch, StepBatch, prompt_chunks, sampling_rows
+from headrace.worker.request_state import RequestState
+from headrace.worker.upload import StepWords, Uploader
+
+CPU = torch.device("cpu")
+GREEDY = SamplingSpec(temperature=0.0)
+
+
+def admitted(row: int, num_tokens: int, computed: int, spec: SamplingSpec = GREEDY, prompt: int = 0) -> AdmittedRequest:
+    """Tokens 100 * row + position, in blocks 10 * row + index."""
+    tokens = [100 * row + i for i in range(num_tokens)]
+    blocks = [10 * row + i for i in range(8)]
+    return AdmittedRequest(row, tokens, prompt or num_tokens, computed, (blocks,), spec)
+
+
+def gathered(requests: list[AdmittedRequest], scheduled: list[ScheduledRow]) -> tuple[StepBatch, RequestState]:
+    state = RequestState(6, 32, [8], CPU)
+    batch = InputBatch(state, 64, 4, 1000)
+    plan = SchedulerOutput(1, [], requests, [], CachePlan(), scheduled)
+    words = StepWords()
+    state.stage(plan, words)
+    staged = batch.stage(plan, words)
+    Uploader(state.words).send(words)
+    return batch.gather(plan, words, staged), state
+
+
+def test_a_mixed_step_has_every_rows_next_tokens_in_order() -> None:
+    requests = [admitted(5, 9, 8), admitted(2, 20, 0), admitted(3, 14, 4)]
+    scheduled = [ScheduledRow(5, 1, True, 8), ScheduledRow(2, 6, False, 0), ScheduledRow(3, 10, True, 4)]
+    step, _ = gathered(requests, scheduled)
+    meta = step.metadata
+    assert step.input_ids.tolist() == [508, *range(200, 206), *range(304, 314)]
+    assert step.positions.tolist() == [8, *range(6), *range(4, 14)]
+    assert step.input_ids.dtype == step.positions.dtype == meta.slot_mapping[0].dtype == torch.int64
+    assert meta.query_start_loc.tolist() == [0, 1, 7, 17]
+    assert meta.seq_lens.tolist() == [9, 6, 14]
+    assert meta.query_start_loc.dtype == meta.seq_lens.dtype == meta.block_tables[0].dtype == torch.int32
+    assert (meta.num_tokens, meta.num_rows, meta.num_decode_rows) == (17, 3, 1)
+    assert (meta.max_query_len, meta.max_seq_len) == (10, 14)
+    where = [(5, 8), *((2, i) for i in range(6)), *((3, i) for i in range(4, 14))]
+    assert meta.slot_mapping[0].tolist() == [(10 * row + at // 4) * 4 + at % 4 for row, at in where]
+    assert meta.block_tables[0].tolist() == [[10 * row + i for i in range(4)] for row in (5, 2, 3)]
+    assert step.logits_index is not None
+    assert step.logits_index.tolist() == [0, 16]
+    assert step.sampling is not None
+    assert step.sampling.places == [0, 2]
+
+
+def test_a_decode_step_needs_no_index_for_its_logits() -> None:
+    requests = [admitted(row, 7 + row, 6 + row) for row in (4, 0)]
+    step, _ = gathered(requests, [ScheduledRow(4, 1, True, 10), ScheduledRow(0, 1, True, 6)])
+    assert step.logits_index is None
+    assert step.input_ids.tolist() == [410, 6]
+    assert step.metadata.slot_mapping[0].tolist() == [42 * 4 + 2, 1 * 4 + 2]
+
+
+def test_padding_writes_no_kv_and_has_no_length() -> None:
+    _, state = gathered([admitted(1, 5, 0)], [ScheduledRow(1, 5, True, 0)])
+    rows, starts = torch.tensor([1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+    ids, positions, slots = (torch.full((8,), 77) for _ in range(3))
+    lens = torch.full((3,), 77, dtype=torch.int32)
+    tables = torch.full((3, 4), 77, dtype=torch.int32)
+    gather_tokens(rows, starts, state.num_computed_tokens, state.token_ids, 5, 5, ids, positions, lens)
+    gather_blocks(rows, starts, positions, state.block_tables[0], 4, 5, 5, slots, tables)
+    assert ids[5:].tolist() == positions[5:].tolist() == [0, 0, 0]
+    assert slots[5:].tolist() == [-1, -1, -1]
+    assert lens.tolist() == [5, 0, 0]
+    assert not tables[1:].any()
+
+
+def test_prompt_scores_cover_each_prompt_token_but_the_first_once() -> None:
+    spec = SamplingSpec(temperature=0.0, prompt_logprobs=2)
+    _, state = gathered([admitted(1, 12, 0, spec, prompt=10)], [ScheduledRow(1, 1, False, 0)])
+    covered = []
+    # Chunks of a first run, then a step that recomputes past the prompt's end after preemption.
+    for start, count in ((0, 4), (4, 1), (5, 5), (10, 2)):
+        chunks = prompt_chunks([ScheduledRow(1, count, False, start)], state.settings)
+        covered += [chunk.start + 1 + i for chunk in chunks for i in range(chunk.count)]
+    assert covered == list(range(1, 10))
+
+
+def test_the_filters_look_at_no_more_tokens_than_some_row_needs() -> None:
+    def candidates(*specs: SamplingSpec) -> int:
+        _, state = gathered(
+            [admitted(row, 3, 2, spec) for row, spec in enumerate(specs)],
+            [ScheduledRow(row, 1, True, 2) for row in range(len(specs))],
+        )
+        made = sampling_rows([ScheduledRow(row, 1, True, 2) for row in range(len(specs))], state.settings, 1000)
+        assert made is not None
+        return made.num_candidates
+
+    top_p, top_k = SamplingSpec(top_p=0.9), SamplingSpec(top_k=40, top_p=0.9)
+    assert candidates(GREEDY, SamplingSpec()) == 0
+    assert candidates(top_k, SamplingSpec(top_k=7), GREEDY) == 40
+    assert candidates(top_k, top_p) == 1000
+    assert candidates(SamplingSpec(top_p=0.9, temperature=0.0), top_k) == 40
+    assert candidates(SamplingSpec(top_k=5000)) == 1000

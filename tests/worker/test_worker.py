@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole worker over a tiny random model: starts, answers alike in every mix, fails clearly, shuts down."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.config.llm_args import LlmArgs
+from headrace.config.model import ModelConfig
+from headrace.config.resolve import ResolvedConfig, resolve
+from headrace.core.request import Request, SamplingSpec
+from headrace.core.scheduler import Scheduler
+from headrace.errors import ConfigError, HeadraceError
+from headrace.utils.hub import ModelSource
+from headrace.worker.device import device_facts
+from headrace.worker.worker import Worker, WorkerInfo
+
+HF = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 151, "hidden_size": 48,
+    "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "initializer_range": 0.3, "torch_dtype": "float32", "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def config_of(**settings: Any) -> ResolvedConfig:
+    given = {
+        "model": "tiny", "load_format": "dummy", "device": "cpu", "dtype": "float32", "num_threads": 1,
+        "max_batch_size": 4, "max_num_tokens": 32, "kv_cache_config": {"tokens_per_block": 8},
+        "scheduler_config": {"max_prefill_tokens": 8}, "seed": 3,
+    }  # fmt: skip
+    return resolve(LlmArgs(**(given | settings)), ModelConfig.from_hf(HF), device_facts("cpu"))
+
+
+def started(config: ResolvedConfig) -> tuple[Worker, WorkerInfo]:
+    worker = Worker(config, ModelSource("hf", Path("tiny"), "tiny", "tiny"))
+    return worker, worker.start(None)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[tuple[Worker, WorkerInfo, ResolvedConfig]]:
+    config = config_of()
+    worker, info = started(config)
+    yield worker, info, config
+    worker.shutdown()
+
+
+def generate(
+    worker: Worker, scheduler: Scheduler, requests: dict[str, list[int]], depth: int, **sampling: Any
+) -> dict[str, list[int]]:
+    """The tokens of each request, with up to `depth` plans in flight."""
+    tokens: dict[str, list[int]] = {name: [] for name in requests}
+    for name, prompt in requests.items():
+        spec = {"temperature": 0.0, "max_tokens": 12, "seed": len(prompt), **sampling}
+        scheduler.add_request(Request(name, prompt, SamplingSpec(**spec)))
+    flight: deque = deque()
+    while scheduler.has_work() or flight:
+        while len(flight) < depth and (plan := scheduler.schedule()) is not None:
+            worker.forward(plan)
+            flight.append((plan, worker.sample(plan)))
+        plan, pending = flight.popleft()
+        for delta in scheduler.update(plan, pending.wait()):
+            assert delta.error is None, delta.error
+            tokens[delta.request_id] += delta.new_token_ids
+    return tokens
+
+
+def prompts() -> dict[str, list[int]]:
+    shared = [(i * 37 + 5) % 151 for i in range(60)]
+    return {
+        "short": [7], "long": shared, "cached": [*shared[:41], 3, 4], "other": [(i * 11) % 151 for i in range(25)],
+        "edge": shared[:8], "all but one": [*shared[:16], 9],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9}, {"repetition_penalty": 1.3}], ids=str)
+def test_tokens_do_not_depend_on_batch_chunks_cache_or_depth(
+    tiny: tuple[Worker, WorkerInfo, ResolvedConfig], sampling: dict[str, Any]
+) -> None:
+    worker, info, config = tiny
+    alone: dict[str, list[int]] = {}
+    for name, prompt in prompts().items():
+        scheduler = Scheduler.from_config(config, info.num_blocks, info.num_groups)
+        alone |= generate(worker, scheduler, {name: prompt}, 1, **sampling)
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
+    for depth in (1, 2):
+        scheduler = Scheduler.from_config(config, info.num_blocks, info.num_groups)
+        for _ in range(2):
+            # The second time everything is found in the prefix cache.
+            assert generate(worker, scheduler, prompts(), depth, **sampling) == alone
+        scheduler.check_invariants()
+
+
+def test_a_few_blocks_preempt_and_change_nothing(tiny: tuple[Worker, WorkerInfo, ResolvedConfig]) -> None:
+    worker, _, config = tiny
+    requests = {str(i): [(i * 31 + j) % 151 for j in range(20 + i)] for i in range(4)}
+    alone: dict[str, list[int]] = {}
+    for name, prompt in requests.items():
+        alone |= generate(worker, Scheduler.from_config(config, 16), {name: prompt}, 1, max_tokens=40)
+    scheduler = Scheduler.from_config(config, 16)
+    assert generate(worker, scheduler, requests, 2, max_tokens=40) == alone
+    assert scheduler.counters.num_preemptions > 0
+
+
+def test_the_info_says_what_was_allocated(tiny: tuple[Worker, WorkerInfo, ResolvedConfig]) -> None:
+    _, info, config = tiny
+    assert info.kv_bytes_per_token == 3 * 2 * 2 * 8 * 4
+    assert info.num_blocks * info.tokens_per_block >= config.max_seq_len == info.max_seq_len == 128
+    assert any("KV cache" in line for line in info.ledger)
+
+
+def test_all_torch_work_is_done_by_one_thread(tiny: tuple[Worker, WorkerInfo, ResolvedConfig]) -> None:
+    worker, info, config = tiny
+    names = set()
+    runner = worker._runner
+    assert runner is not None
+    forward = runner._model.forward
+
+    def noted(fwd: object) -> torch.Tensor:
+        names.add((threading.current_thread().name, torch.get_num_threads(), torch.is_inference_mode_enabled()))
+        return forward(fwd)
+
+    runner._model.forward = noted  # type: ignore[method-assign, assignment]
+    generate(worker, Scheduler.from_config(config, info.num_blocks), {"a": [1, 2]}, 2)
+    runner._model.forward = forward  # type: ignore[method-assign]
+    assert names == {("headrace-device", 1, True)}
+
+
+def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_ledger() -> None:
+    config = config_of(max_seq_len=100, kv_cache_config={"tokens_per_block": 8, "max_tokens": 64})
+    worker = Worker(config, ModelSource("hf", Path("tiny"), "tiny", "tiny"))
+    with pytest.raises(ConfigError, match="max_seq_len"):
+        worker.start(None)
+    worker.shutdown()
+
+
+def test_a_missing_checkpoint_is_a_clear_error_and_shutdown_still_works(tmp_path: Path) -> None:
+    worker = Worker(config_of(load_format="auto"), ModelSource("hf", tmp_path, "tiny", str(tmp_path)))
+    with pytest.raises(HeadraceError):
+        worker.start(None)
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_shutdown_finishes_what_was_launched() -> None:
+    config = config_of()
+    worker, info = started(config)
+    scheduler = Scheduler.from_config(config, info.num_blocks)
+    scheduler.add_request(Request("a", [1, 2, 3], SamplingSpec(temperature=0.0, max_tokens=4)))
+    plan = scheduler.schedule()
+    assert plan is not None
+    worker.forward(plan)
+    pending = worker.sample(plan)
+    worker.shutdown()
+    assert len(pending.wait().rows[0].token_ids) == 1
+    assert not worker._queue._thread.is_alive()  # type: ignore[attr-defined]
