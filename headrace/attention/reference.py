@@ -77,7 +77,7 @@ class VanillaAttention:
         self.group_size = need.num_q_heads // need.num_kv_heads
         self.long_prefill_dtype = torch.bfloat16 if need.dtype == "bfloat16" and cpu_has_bf16() else None
         self.copies = RowCopies()
-        self.tiles: Tensor | None = None
+        self.tiles = torch.empty(0)
         self.tiles_of: Tensor | None = None
         self.plan_key: tuple[object, ...] = ()
 

@@ -358,6 +358,7 @@ class Scheduler:
         for request in self.waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert request.table is CLOSED and request.row == -1
+            assert request.num_computed_tokens == request.num_launched_tokens == 0
 
 
 def _unseen_prompt_logprobs(request: Request, row: ScheduledRow, result: RowOutput) -> list[TokenLogprobs] | None:

@@ -58,7 +58,7 @@ def decode_tile(head_dim: int, element_size: int, group_size: int, shared: int) 
 
 def block_dim(head_dim: int) -> int:
     """head_dim as a tile holds it: a power of two, at least the 16 that a product takes."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def cache_strides(kv_cache: Tensor) -> tuple[int, int, int, int]:

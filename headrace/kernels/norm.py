@@ -67,7 +67,8 @@ def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> 
     """Few rows through layer_norm, torch's one fused norm on the CPU: x beside -x has mean 0 and x's mean square."""
     hidden = weight.shape[0]
     if x.numel() > FEW_ROWS * hidden or offset:
-        return rms_norm.reference(x, weight, eps, offset)
+        normed: Tensor = rms_norm.reference(x, weight, eps, offset)
+        return normed
     both = F.layer_norm(torch.cat((x, -x), -1), (2 * hidden,), torch.cat((weight, weight)), None, eps)
     return both[..., :hidden].contiguous()
 

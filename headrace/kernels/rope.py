@@ -61,8 +61,8 @@ def write_cache(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
 def rotate_(x: Tensor, cos_sin: Tensor) -> None:
     """Neox rotary in place. x: fp32 [num_tokens, heads, rot_dim]; cos_sin: [num_tokens, rot_dim], cosines first."""
     half = x.shape[-1] // 2
-    cos, sin = cos_sin.unsqueeze(1).split(half, -1)
-    first, second = x.split(half, -1)
+    cos, sin = torch.split(cos_sin.unsqueeze(1), half, -1)
+    first, second = torch.split(x, half, -1)
     turned = first * sin
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).add_(turned)
@@ -101,7 +101,7 @@ def qk_norm_rope_cache_write(
     if cos_sin_cache is not None:
         rot_dim = cos_sin_cache.shape[1]
         rotate_(heads[:, : num_q_heads + num_kv_heads, :rot_dim], cos_sin_cache.index_select(0, positions))
-    write_cache(heads[:, num_q_heads:].unflatten(1, (2, num_kv_heads)), kv_cache, slot_mapping)
+    write_cache(heads[:, num_q_heads:].view(num_tokens, 2, num_kv_heads, head_dim), kv_cache, slot_mapping)
     return q if kv_cache.dtype == torch.float32 else q.to(qkv.dtype)
 
 

@@ -239,7 +239,8 @@ def draw(logits: Tensor, thresholds: Tensor | None, uniform: Tensor) -> Tensor:
 def draw_cpu(logits: Tensor, thresholds: Tensor | None, uniform: Tensor) -> Tensor:
     """Row by row over the tokens that are kept, instead of an fp64 sum over the whole vocabulary for each."""
     if thresholds is None:
-        return draw.reference(logits, None, uniform)
+        anywhere: Tensor = draw.reference(logits, None, uniform)
+        return anywhere
     tokens = torch.zeros(logits.shape[0], dtype=torch.int64)
     kept = logits >= thresholds[:, None]
     for row in range(logits.shape[0]):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from headrace.attention.reference import MAX_COPY_BYTES
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup
 from headrace.core.ledger import MemoryLedger, MemoryNeeds, MemoryWish, plan_memory
@@ -45,6 +46,7 @@ def share_host(config: ResolvedConfig, groups: Sequence[KvGroup]) -> MemoryLedge
         activation_bytes_per_token=0,
         kv_bytes_per_block=per_block,
         tokens_per_block=config.tokens_per_block,
+        fixed_bytes=MAX_COPY_BYTES * config.model.num_layers,
         device="the host (free after the weights)",
     )
     return plan_memory(needs, _wish(config, tokens))

@@ -20,7 +20,7 @@ fi
 if ls $kept/demo.gguf.part-* >/dev/null 2>&1; then
   cache=${HEADRACE_CACHE:-$kept/cache}
   export HEADRACE_CACHE=$cache
-  demo=$($python -c 'from headrace.utils.hub import demo_cache_path; print(demo_cache_path())')
+  demo=$($python -c 'from headrace.utils.demo import FILE, cache_dir; print(cache_dir() / "demo" / FILE)')
   if [ ! -f "$demo" ]; then
     mkdir -p "$(dirname "$demo")" && cat $kept/demo.gguf.part-* >"$demo"
     [ "$(sha256sum "$demo" | cut -d' ' -f1)" = "$(cat $kept/demo.sha256)" ] || { echo "headrace: the demo model's parts are incomplete" >&2; rm "$demo"; }
@@ -35,7 +35,7 @@ for what in "$@"; do
     tests)
       $python -m pytest -q --timeout 300 -p no:cacheprovider tests/kernels tests/attention tests/worker -m 'not slow' 2>&1 | tee "$out/gpu_kernel_tests.log" || status=1
       $python -m pytest -q --timeout 300 -p no:cacheprovider -m gpu 2>&1 | tee "$out/gpu_tests.log" || status=1 ;;
-    kernels) $python benchmarks/kernels/bench_kernels.py --report_json "$out/kernels.json" || status=1 ;;
+    kernels) $python benchmarks/kernels/bench_kernels.py --out "$out/kernels.json" || status=1 ;;
     engine) $python benchmarks/engine/qwen3_8b.py --report_json "$out/engine.json" || status=1 ;;
     *) echo "headrace: $what is none of tests, kernels, engine, keep" >&2; exit 2 ;;
   esac
