@@ -55,7 +55,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 # field: lowest, highest, and the range in words. Both ends belong to it.
 RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, MAX_N, f"from 1 to {MAX_N}"),
-    "temperature": (0.0, 1e4, "0 (greedy) or more"),
+    "temperature": (0.0, 1e4, "from 0 (greedy) to 10000"),
     "top_k": (-1, 2**31 - 1, "1 or more, or 0 or -1 for off"),
     "top_p": (0.0, 1.0, "from 0 to 1"),
     "min_p": (0.0, 1.0, "from 0 to 1"),
@@ -133,7 +133,7 @@ class SamplingParams(BaseModel):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Put spaces between special tokens that are kept."""
+    """For callers that send it: special tokens that are kept stand as the tokenizer has them, whatever this says."""
     detokenize: bool = True
     """False: token ids only, no text; stop strings cannot be used."""
     add_special_tokens: bool = True
@@ -178,7 +178,7 @@ class SamplingParams(BaseModel):
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens}).", param="min_tokens"
             )
-        if self.stop is not None:
+        if self.stop_strings:
             _check_stop(self.stop_strings, self.detokenize)
         if self.stop_token_ids:
             _check_stop_token_ids(self.stop_token_ids)

@@ -48,7 +48,7 @@ MAY_IMPORTLIB = {
 }
 MAX_FILE, MAX_FUNCTION, MAX_MODEL_FILE = 600, 80, 80
 # The shared parts under models/; every other file there is one model and the difference from its neighbour.
-SHARED_MODEL_FILES = {"__init__.py", "base.py", "registry.py", "weights.py", "gguf.py", "weight_map.py"}
+SHARED_MODEL_FILES = {"__init__.py", "base.py", "registry.py", "weights.py", "gguf.py"}
 
 
 def package_of(path: Path) -> str:

@@ -73,9 +73,16 @@ def bench_llama_cpp(model: str, threads: int, seed: int) -> dict[str, float]:
     server = xllamacpp.Server(params)
 
     def complete(length: int, max_tokens: int, salt: int) -> dict[str, float]:
-        body = {"prompt": prompt_ids(length, seed + salt), "n_predict": max_tokens, "ignore_eos": True, "temperature": 0}
+        body = {
+            "prompt": prompt_ids(length, seed + salt),
+            "n_predict": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         request = urllib.request.Request(
-            f"http://127.0.0.1:{params.port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{params.port}/completion",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         return json.load(urllib.request.urlopen(request))["timings"]
 
@@ -155,6 +162,8 @@ def main() -> None:
             sys.stdout.flush()
             for key, value in result.items():
                 best.setdefault(engine, {})[key] = max(value, best.get(engine, {}).get(key, 0.0))
+    from headrace.utils.machine import cpu_name
+
     ours = best["headrace"]
     ratios = {"concurrent / single stream": ours["concurrent"] / ours["decode"]}
     for engine, theirs in best.items():
@@ -163,7 +172,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     report = {
         "benchmark": "cpu_demo", "best_tokens_per_second": best, "ratios": ratios, "threads": args.threads,
-        "cpu": next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""),
+        "cpu": cpu_name(),
         "python": platform.python_version(), "commit": commit, "command": " ".join(sys.argv), "load": os.getloadavg(),
     }  # fmt: skip
     sys.stdout.write(json.dumps(report, indent=1) + "\n")

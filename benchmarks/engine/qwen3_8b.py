@@ -83,7 +83,7 @@ def main() -> None:
     import torch  # after the run: this process is the light front end
 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    smi = "nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --format=csv,noheader".split()
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.draw", "--format=csv,noheader"]
     report |= {
         "benchmark": "qwen3_8b", "start_s": ready, "torch": torch.__version__, "python": platform.python_version(),
         "gpu": subprocess.run(smi, capture_output=True, text=True, check=False).stdout.strip(),

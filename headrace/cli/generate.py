@@ -18,8 +18,15 @@ def run(invocation: Invocation) -> int:
     settings = read_settings(invocation)
     log_settings(invocation, settings)
     params = sampling_params(options)
+    if options["raw"] and options["system"]:
+        raise UserError("--system has no place in a raw prompt; leave out --system or --raw.", param="system")
     prompt = _prompt(options["prompt"])
     with LocalModel(settings.args) as model:
+        if options["system"] and not model.has_chat_template:
+            raise UserError(
+                f"--system needs a chat template, and {model.name} has none: leave it out or give --chat_template.",
+                param="system",
+            )
         begin = time.perf_counter()
         if options["raw"] or not model.has_chat_template:
             answer = model.answer(prompt, params, write)

@@ -37,7 +37,7 @@ def set_log_level(level: str | None, otherwise: str = "warning") -> None:
 def log_settings(invocation: Invocation, settings: Settings) -> None:
     """Say what was given and by whom: aliases, overridden values, and every value that is not a default."""
     for sentence in (*invocation.became, *settings.overridden):
-        logger.info(sentence)
+        logger.info("%s", sentence)
     for name, leaf in every_leaf().items():
         if name in settings.origin and name != "model":
             tree = settings.args if leaf.path[0] in settings.args.__dict__ else settings.server

@@ -41,13 +41,13 @@ class ModelArgs(Config):
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     trust_remote_code: bool = False
-    """Let the tokenizer run Python code that comes with the checkpoint."""
+    """Taken and without effect: code that comes with a checkpoint is never run."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights of the right scale, from a config alone."""
     generation_config: Annotated[Literal["auto", "none"], BeforeValidator(_plain_generation_config)] = "auto"
     """auto: sampling defaults come from the model's generation_config.json; none: they do not."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of dummy weights, and of the seeds given to requests that bring none."""
+    """Seed of the seeds given to requests that bring none."""
 
 
 class DeviceArgs(Config):
@@ -64,7 +64,7 @@ class DeviceArgs(Config):
     )
     """Attention implementation; AUTO: TRITON on a GPU, VANILLA on a CPU."""
     deterministic: Annotated[bool, Beta] = False
-    """Equal tokens whatever the batch, chunking, cache hits and padding, at some cost in speed."""
+    """Equal tokens whatever the batch, chunking, cache hits and padding, at some cost in speed; not built yet."""
     disable_overlap_scheduler: bool = False
     """Wait for each step's result before the next is launched."""
     cuda_graph_config: Annotated[CudaGraphConfig | None, Beta] = CudaGraphConfig.model_construct()

@@ -10,6 +10,7 @@ from headrace.config.execution import CudaGraphConfig
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.errors import ConfigError
+from headrace.utils.math import round_down
 
 RESERVE_BYTES = 1 << 30
 
@@ -93,6 +94,8 @@ def resolve(
         raise ConfigError(f"device = {args.device} is not possible here: only {device.kind} was found.", param="device")
     if args.device == "auto":
         choices.chose("device", device.name or device.kind)
+    if args.deterministic:
+        raise ConfigError("deterministic = true is not built yet; leave it out.", param="deterministic")
     dtype = _dtype(choices)
     kv_dtype = _kv_dtype(choices, dtype)
     return ResolvedConfig(
@@ -180,7 +183,7 @@ def _max_seq_len(choices: _Choices, dtype: str, kv_dtype: str) -> int:
         choices.chose("max_seq_len", "the model's")
         return model.max_model_len
     size = args.kv_cache_config.tokens_per_block
-    limit = max(fits // size * size, min(size * 8, model.max_model_len))
+    limit = max(round_down(fits, size), min(size * 8, model.max_model_len))
     choices.chose("max_seq_len", f"what fits in memory (the model's is {model.max_model_len})")
     choices.notes.append(
         f"max_seq_len is {limit}, less than the model's {model.max_model_len}: the KV cache of one request that long "
@@ -207,11 +210,18 @@ def _tokens_that_fit(choices: _Choices, dtype: str, kv_dtype: str) -> int | None
 
 
 def _max_prefill_tokens(choices: _Choices) -> int:
-    wanted = choices.args.scheduler_config.max_prefill_tokens
+    name, args = "scheduler_config.max_prefill_tokens", choices.args
+    wanted = args.scheduler_config.max_prefill_tokens
     if wanted == "auto":
-        wanted = 2048 if choices.device.kind == "cuda" else 256
-        choices.chose("scheduler_config.max_prefill_tokens", f"usual on {choices.device.kind}")
-    return min(wanted, choices.args.max_num_tokens)
+        choices.chose(name, f"usual on {choices.device.kind}")
+        return min(2048 if choices.device.kind == "cuda" else 256, args.max_num_tokens)
+    if wanted > args.max_num_tokens:
+        raise ConfigError(
+            f"{name} ({wanted}) must not be above max_num_tokens ({args.max_num_tokens}), the tokens of a whole step; "
+            "lower the first or raise the second.",
+            param=name,
+        )
+    return wanted
 
 
 def _attn_backend(choices: _Choices) -> str:
@@ -234,10 +244,12 @@ def _num_threads(choices: _Choices) -> int:
 
 
 def _not_built_notes(args: LlmArgs) -> list[str]:
-    """Settings that are taken because they change speed only, never an answer, and do nothing yet."""
+    """Settings that are taken because they never change an answer, and do nothing."""
     notes = []
     if args.cuda_graph_config not in (None, CudaGraphConfig()):
         notes.append(
             "cuda_graph_config has no effect yet: CUDA graphs are not built, and steps run one kernel at a time."
         )
+    if args.trust_remote_code:
+        notes.append("trust_remote_code has no effect: Headrace never runs code that comes with a checkpoint.")
     return notes

@@ -22,15 +22,15 @@ class ServerConfig(Config):
     api_key_file: str | None = None
     """File with one such key a line."""
     admin_key: Annotated[tuple[str, ...], Hint(secret=True)] = ()
-    """Key for the routes that change the server; without one they take an `api_key`."""
+    """Key for `/server_info` and, to come, the routes that change the server; without one they take an `api_key`."""
     admin_key_file: str | None = None
     """File with one admin key a line."""
     max_body_bytes: Count = 32 * 1024 * 1024
     """Largest request body; larger ones get 413."""
     drain_timeout_s: Annotated[float, Field(ge=0.0)] = 3.0
     """Seconds that running requests are given to finish when the server is told to stop."""
-    keep_alive_timeout_s: Annotated[float, Field(gt=0.0)] = 75.0
-    """Seconds an idle connection stays open."""
+    keep_alive_timeout_s: Count = 75
+    """Whole seconds that an idle connection stays open."""
     max_waiting_requests: Annotated[Count | None, Beta] = None
     """Requests that may wait before new ones get 503; none: no limit."""
     allow_origins: tuple[str, ...] = ()

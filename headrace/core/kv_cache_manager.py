@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 from headrace.core.block_pool import BlockPool
 from headrace.core.radix_tree import BlockIds, Node, RadixTree
+from headrace.utils.math import cdiv
 
 
 class BlockTable:
@@ -66,7 +67,7 @@ class KVCacheManager:
         return self.num_free_blocks + self.tree.num_evictable
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.tokens_per_block)
+        return cdiv(num_tokens, self.tokens_per_block)
 
     # The life of a block table
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.errors import ConfigError
+from headrace.utils.math import cdiv
 
 GIB = 2**30
 DEFAULT_RESERVE_BYTES = GIB
@@ -171,12 +172,12 @@ def _num_blocks(needs: MemoryNeeds, wish: MemoryWish, left: int) -> int:
     room = left - needs.reserve_bytes if fraction is None else int(left * fraction)
     num_blocks = max(0, room) // needs.kv_bytes_per_block
     if wish.max_kv_tokens is not None:
-        num_blocks = min(num_blocks, -(-wish.max_kv_tokens // needs.tokens_per_block))
+        num_blocks = min(num_blocks, cdiv(wish.max_kv_tokens, needs.tokens_per_block))
     return num_blocks
 
 
 def _needed_bytes(ledger: MemoryLedger, seq_len: int) -> int:
-    return -(-seq_len // ledger.needs.tokens_per_block) * ledger.needs.kv_bytes_per_block
+    return cdiv(seq_len, ledger.needs.tokens_per_block) * ledger.needs.kv_bytes_per_block
 
 
 def _needed_left_bytes(ledger: MemoryLedger, seq_len: int) -> int:
@@ -210,7 +211,7 @@ def _smaller_steps(ledger: MemoryLedger, seq_len: int) -> Change | None:
     if per_token == 0 or _is_capped(ledger, seq_len):
         return None
     short = _needed_left_bytes(ledger, seq_len) - ledger.left_bytes
-    fitting = wish.max_num_tokens - -(-short // per_token)
+    fitting = wish.max_num_tokens - cdiv(short, per_token)
     if fitting < wish.min_num_tokens:
         return None
     return Change(
@@ -253,7 +254,7 @@ def _smaller_dtypes(ledger: MemoryLedger, seq_len: int) -> list[Change]:
         room = ledger.left_bytes - needs.reserve_bytes
         if ledger.wish.free_memory_fraction is not None:
             room = int(ledger.left_bytes * ledger.wish.free_memory_fraction)
-        if -(-seq_len // needs.tokens_per_block) * kv_bytes <= room and not _is_capped(ledger, seq_len):
+        if cdiv(seq_len, needs.tokens_per_block) * kv_bytes <= room and not _is_capped(ledger, seq_len):
             change = f"set kv_cache_config.dtype to {dtype} instead of {ledger.wish.kv_dtype}"
             found.append(Change(change, needs.kv_bytes_per_block / kv_bytes))
     return found

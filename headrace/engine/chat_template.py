@@ -149,8 +149,8 @@ def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cut_after(text: str, final: str) -> str:
     """The text up to the end of its last message, without what the template writes after it."""
-    start = text.rfind(final.strip())
-    if start < 0 or not isinstance(final, str):
+    start = text.rfind(final.strip()) if isinstance(final, str) else -1
+    if start < 0:
         raise RequestError(
             "continue_final_message: the chat template does not show the last message as it stands.",
             param="continue_final_message",

@@ -81,6 +81,8 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
             logger.info("%s", note)
         executor = load_by_name(start.executor)(config, source, start.worker)
         worker = executor.start(_ProgressReporter(life))
+        for line in worker.ledger:
+            logger.info("%s", line)
         config = dataclasses.replace(config, max_seq_len=worker.max_seq_len)
         info = describe(config, source, worker, start.address, time.monotonic() - began)
         scheduler = Scheduler.from_config(config, worker.num_blocks, worker.num_groups)

@@ -4,8 +4,8 @@
 Nothing a client sends may fail later, in the middle of other people's steps.
 """
 
+import itertools
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,8 @@ class InputProcessor:
             self._eos_token_ids.append(own_end)
         self._random = random.Random(seed)
         self._name = name
-        self._count = 0
+        # One step, so that two threads never get the same number.
+        self._numbers = itertools.count(1)
 
     def prepare(
         self,
@@ -95,9 +96,7 @@ class InputProcessor:
         spec = self._spec(params, len(ids))
         if priority is not None and not 0 <= priority <= 100:
             raise RequestError(f"priority must be from 0 to 100, but is {priority}.", param="priority")
-        self._count += 1
-        unique = f"{self._name}-{self._count}"
-        now = time.time()
+        unique = f"{self._name}-{next(self._numbers)}"
         choices = [
             EngineRequest(
                 request_id=f"{unique}-{choice}",
@@ -106,7 +105,6 @@ class InputProcessor:
                 priority=params.priority if priority is None else priority,
                 cache_salt=cache_salt,
                 cache_marks=self._cache_marks(ids),
-                arrival_time_s=now,
             )
             for choice in range(params.n)
         ]

@@ -23,13 +23,11 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingSpec
-    priority: int = 0
+    priority: int = 50
     """0 to 100, larger first."""
     cache_salt: str | None = None
     cache_marks: tuple[str, ...] = ()
     """What else must be equal for two requests to share KV of equal tokens."""
-    arrival_time_s: float = 0.0
-    """Unix time at which the front end took the request."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,7 +151,7 @@ def load_tokenizer(source: ModelSource, args: LlmArgs) -> Tokenizer:
         ModelLoadError: there is none, or it is of a kind that is not known; names the folder and what it lacks.
     """
     if args.tokenizer is not None:
-        source = resolve_model(args.tokenizer, args.revision)
+        source = resolve_model(args.tokenizer, need_weights=False)
     override = _template_override(args.chat_template)
     if source.kind == "gguf":
         meta = read_gguf_meta(source.path).tokenizer

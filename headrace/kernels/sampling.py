@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from headrace.kernels.op import Case, on_cuda, op
+from headrace.kernels.op import Case, on_cpu, on_cuda, op
 
 # Where top_p alone decides, tokens less probable than this are looked at only if the others do not reach top_p.
 _FIRST_FLOORS = (1e-4, 1e-5, 1e-6)
@@ -176,7 +176,7 @@ def _mass_before(best: Tensor) -> Tensor:
     return probs.cumsum(1) - probs
 
 
-@filter_threshold.impl("cpu", supports=lambda device_type: device_type == "cpu")
+@filter_threshold.impl("cpu", on_cpu)
 def filter_threshold_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, num_candidates: int) -> Tensor:
     """Row by row, sorting only the tokens that can matter: a full sort of 49k logits costs 3.7 ms here, this 0.2."""
     lowest = logits.amax(1) + torch.log(min_p)
@@ -235,7 +235,7 @@ def draw(logits: Tensor, thresholds: Tensor | None, uniform: Tensor) -> Tensor:
     )
 
 
-@draw.impl("cpu", supports=lambda device_type: device_type == "cpu")
+@draw.impl("cpu", on_cpu)
 def draw_cpu(logits: Tensor, thresholds: Tensor | None, uniform: Tensor) -> Tensor:
     """Row by row over the tokens that are kept, instead of an fp64 sum over the whole vocabulary for each."""
     if thresholds is None:

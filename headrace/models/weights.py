@@ -30,6 +30,8 @@ LISTED = 8
 class WeightStream(Protocol):
     """Tensors by checkpoint name, one at a time."""
 
+    path: Path
+    """The checkpoint: a folder, or its one file."""
     total_bytes: int
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | RawTensor]]: ...
@@ -46,6 +48,7 @@ class SafetensorsStream:
     """
 
     def __init__(self, files: list[Path]) -> None:
+        self.path = files[0].parent
         self._runs: list[tuple[Path, list[str]]] = []
         self._where: dict[str, Path] = {}
         self.total_bytes = 0
@@ -129,11 +132,12 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
 class DummyStream:
     """Stands for random weights; `load_model_weights` makes them from the model's own shapes."""
 
+    path = Path("random weights")
     total_bytes = 0
 
     def where(self, name: str) -> Path:
         """No file holds them."""
-        return Path("random weights")
+        return self.path
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | RawTensor]]:
         return iter(())
@@ -156,7 +160,6 @@ class _Plan:
         self.layers: dict[str, LoadableLayer] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.shapes: dict[str, list[tuple[int, ...]]] = {}
-        self.waiting: dict[str, set[int]] = {}
         for prefix, module in model.named_modules():
             if isinstance(module, LoadableLayer):
                 self.layers[prefix] = module
@@ -166,7 +169,7 @@ class _Plan:
                 own = {f"{prefix}.{n}": p for n, p in module.named_parameters(recurse=False)}
                 self.parameters |= own
                 self.shapes |= {name: [tuple(p.shape)] for name, p in own.items()}
-        self.waiting = {name: set(range(len(shapes))) for name, shapes in self.shapes.items()}
+        self.waiting: dict[str, set[int]] = {name: set(range(len(shapes))) for name, shapes in self.shapes.items()}
 
     def checkpoint_name(self, name: str, part: int) -> str:
         """What a checkpoint calls part `part` of the module tensor `name`."""
@@ -262,7 +265,7 @@ def _report(model: CausalLM, plan: _Plan, unexpected: list[str], stream: WeightS
     if unexpected:
         files = sorted({str(stream.where(name)) for name in unexpected[:1]})
         said.append(f"has {_list(unexpected)}, which {type(model).__name__} does not know (in {files[0]})")
-    raise ModelLoadError(f"the checkpoint {' and '.join(said)}.")
+    raise ModelLoadError(f"the checkpoint {stream.path} {' and '.join(said)}.")
 
 
 def _list(names: list[str]) -> str:

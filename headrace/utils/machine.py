@@ -45,7 +45,7 @@ def parse_nvidia_smi(text: str) -> list[Gpu]:
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name; empty where it is not said."""
-    for line in _read(cpuinfo).splitlines():
+    for line in read_text(cpuinfo).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return ""
@@ -53,7 +53,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the CPU multiplies bfloat16 in hardware."""
-    for line in _read(cpuinfo).splitlines():
+    for line in read_text(cpuinfo).splitlines():
         if line.lower().startswith(("flags", "features")):
             return not BF16_FLAGS.isdisjoint(line.split())
     return False
@@ -62,17 +62,18 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
     """Bytes this process can still take without swapping: the machine's, or what its cgroup leaves; 0 if not known."""
     free = 0
-    for line in _read(meminfo).splitlines():
+    for line in read_text(meminfo).splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) << 10
-    limit, used = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
+    limit, used = read_text(cgroup / "memory.max").strip(), read_text(cgroup / "memory.current").strip()
     if limit.isdecimal() and used.isdecimal():
         left = max(int(limit) - int(used), 0)
         return min(free, left) if free else left
     return free
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file's text; empty where it cannot be read."""
     try:
         return path.read_text()
     except OSError:

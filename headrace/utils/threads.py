@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+from headrace.utils.machine import CGROUP, read_text
+
 CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
-CGROUP = Path("/sys/fs/cgroup")
 SAMPLE_S = 0.1
 
 
@@ -47,10 +48,10 @@ def _affinity() -> set[int]:
 
 def cpu_quota(root: Path = CGROUP) -> float | None:
     """CPUs that the cgroup may use, as a container sees it; None for no limit."""
-    words = _read(root / "cpu.max").split()
+    words = read_text(root / "cpu.max").split()
     if len(words) == 2 and words[0] != "max":
         return float(words[0]) / float(words[1])
-    quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
+    quota, period = read_text(root / "cpu/cpu.cfs_quota_us"), read_text(root / "cpu/cpu.cfs_period_us")
     if quota and period and int(quota) > 0:
         return int(quota) / int(period)
     return None
@@ -64,14 +65,7 @@ def thread_environment() -> dict[str, str]:
 
 def _core_of(cpu: int) -> str:
     """The physical core of a logical CPU: the list of its sibling threads."""
-    return _read(CPU_TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    return read_text(CPU_TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").strip() or str(cpu)
 
 
 def _load() -> float:
@@ -94,7 +88,7 @@ def _busy() -> float:
 
 def _cpu_times() -> tuple[int, int] | None:
     """(idle, total) ticks of all CPUs since boot."""
-    words = _read(Path("/proc/stat")).partition("\n")[0].split()
+    words = read_text(Path("/proc/stat")).partition("\n")[0].split()
     if len(words) < 6 or words[0] != "cpu":
         return None
     ticks = [int(word) for word in words[1:9]]

@@ -79,6 +79,7 @@ def test_every_command_has_help(command: str, flag: str, capsys: pytest.CaptureF
         (["serve", "demo", "--enable_lora"], "enable_lora = True (from --enable_lora) is not supported yet"),
         (["generate", "demo", "--prompt", "x", "--top_p", "2"], "top_p must be from 0 to 1, but is 2.0."),
         (["generate", "demo", "--prompt", " "], "The prompt is empty"),
+        (["generate", "demo", "--prompt", "x", "--raw", "--system", "y"], "--system has no place in a raw prompt"),
         (["chat", "demo", "--url", "http://x"], "Give a MODEL to load or a --url to talk to"),
         (["chat", "demo", "--api_key", "x"], "--api_key goes with --url"),
         (["serve", "demo", "--api_key_file", "/no/such"], "api_key_file = /no/such cannot be read"),

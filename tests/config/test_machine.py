@@ -10,7 +10,6 @@ from headrace.errors import ConfigError
 from headrace.utils.lazy import require
 from headrace.utils.machine import Gpu, available_memory, cpu_has_bf16, parse_nvidia_smi
 from headrace.utils.math import cdiv, round_down, round_up
-from headrace.utils.net import free_port
 from headrace.utils.threads import choose_num_threads, cpu_quota, free_cores, thread_environment, usable_cores
 
 
@@ -81,7 +80,3 @@ def test_a_missing_library_is_answered_with_how_to_get_it() -> None:
     with pytest.raises(ConfigError, match=r"Grammars needs nosuchlib, .* pip install 'headrace\[grammar\]'"):
         require("nosuchlib", extra="grammar", purpose="Grammars")
     assert require("json").loads("1") == 1
-
-
-def test_a_free_port_can_be_had() -> None:
-    assert 0 < free_port() < 65536

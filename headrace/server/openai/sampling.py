@@ -4,16 +4,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from headrace.errors import RequestError
 from headrace.sampling_params import SamplingParams
-from headrace.server.openai.protocol.errors import UnsupportedParameterError, request_error
+from headrace.server.openai.protocol.errors import UnsupportedParameterError
 from headrace.server.openai.protocol.generation import GenerationRequest
 
 OPENAI_TEMPERATURE = 1.0
-# OpenAI takes top_p 0; the best token alone is what it means.
-LEAST_TOP_P = 1e-6
 
 SAME_NAME = (
     "frequency_penalty",
@@ -21,6 +17,7 @@ SAME_NAME = (
     "seed",
     "stop",
     "top_k",
+    "top_p",
     "min_p",
     "repetition_penalty",
     "stop_token_ids",
@@ -55,14 +52,9 @@ def to_sampling_params(
     """
     fields = {name: value for name in SAME_NAME if (value := vars(request)[name]) is not None}
     fields["temperature"] = _first(request.temperature, defaults.get("temperature"), OPENAI_TEMPERATURE)
-    if request.top_p is not None:
-        fields["top_p"] = max(request.top_p, LEAST_TOP_P)
     if request.logit_bias:
         fields["logit_bias"] = token_bias(request.logit_bias)
-    try:
-        return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **fields)
-    except ValidationError as report:
-        raise request_error(report, SamplingParams) from None
+    return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **fields)
 
 
 def token_bias(bias: Mapping[str, float]) -> dict[int, float]:
