@@ -33,7 +33,7 @@ format:
 
 bench:
 	@scripts/install.sh bench
-	@$(PY) benchmarks/engine/cpu_demo.py $(ARGS)
+	@$(PY) -m benchmarks.engine.cpu_demo $(ARGS)
 
 gpu-test:
 	@scripts/gpu/run.sh $(ARGS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo model on this CPU: Headrace beside llama.cpp (same file) and Transformers (bf16), best of several rounds.
 
-    python benchmarks/engine/cpu_demo.py [--threads 2] [--rounds 3] [--report_json FILE]
+    python -m benchmarks.engine.cpu_demo [--threads 2] [--rounds 3] [--report_json FILE]
 
 Each round runs the engines one after the other, so that a busy machine hurts them alike. Decode: the rate between the
 first and the last of 128 tokens after a 64-token prompt. Prefill: 512 prompt tokens over the time to the first token.
@@ -11,11 +11,13 @@ Concurrent: eight such streams at once, total tokens per second over the time fr
 import argparse
 import json
 import os
-import platform
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.record import provenance
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -126,6 +128,40 @@ def bench_transformers(model: str, threads: int, seed: int) -> dict[str, float]:
 ENGINES = {"headrace": bench_headrace, "llama.cpp": bench_llama_cpp, "transformers": bench_transformers}
 
 
+def run_engine(engine: str, model: str, threads: int, seed: int) -> dict[str, float]:
+    """One engine's figures, from a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.engine.cpu_demo", "--one", engine, "--model", model]
+    command += ["--threads", str(threads), "--seed", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        sys.stderr.write(done.stderr[-2000:])
+        raise SystemExit(f"{engine} failed")
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def best_of(results: list[dict[str, float]]) -> dict[str, float]:
+    """Each figure's best round."""
+    return {key: max(result[key] for result in results) for key in results[0]}
+
+
+def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Headrace's figures over the others'."""
+    ours = figures["headrace"]
+    found = {"concurrent / single stream": ours["concurrent"] / ours["decode"]}
+    for engine, theirs in figures.items():
+        if engine != "headrace":
+            found |= {f"{key} / {engine}": ours[key] / theirs[key] for key in theirs}
+    return found
+
+
+def median_ratios(rounds: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """The median over rounds of each ratio within a round; an engine that ran once stands for every round."""
+    count = max(len(results) for results in rounds.values())
+    each = [ratios({name: results[min(i, len(results) - 1)] for name, results in rounds.items()}) for i in range(count)]
+    return {key: statistics.median(one[key] for one in each) for key in each[0]}
+
+
 def main() -> None:
     """Run every engine in a process of its own, `--rounds` times, and print the best of each and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,36 +181,22 @@ def main() -> None:
         sys.stdout.write("RESULT " + json.dumps(ENGINES[args.one](args.model, args.threads, args.seed)) + "\n")
         sys.stdout.flush()
         os._exit(0)
-    best: dict[str, dict[str, float]] = {}
+    rounds: dict[str, list[dict[str, float]]] = {}
     for round_ in range(args.rounds):
         for engine in args.engines.split(","):
             if engine == "transformers" and round_ > 0:
                 continue
-            command = [sys.executable, __file__, "--one", engine, "--model", args.model]
-            command += ["--threads", str(args.threads), "--seed", str(round_ * 100 + 1)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if not lines:
-                sys.stderr.write(done.stderr[-2000:])
-                raise SystemExit(f"{engine} failed")
-            result = json.loads(lines[0].removeprefix("RESULT "))
+            result = run_engine(engine, args.model, args.threads, seed=round_ * 100 + 1)
             sys.stdout.write(f"round {round_}: {engine}: {json.dumps({k: round(v, 1) for k, v in result.items()})}\n")
             sys.stdout.flush()
-            for key, value in result.items():
-                best.setdefault(engine, {})[key] = max(value, best.get(engine, {}).get(key, 0.0))
-    from headrace.utils.machine import cpu_name
-
-    ours = best["headrace"]
-    ratios = {"concurrent / single stream": ours["concurrent"] / ours["decode"]}
-    for engine, theirs in best.items():
-        if engine != "headrace":
-            ratios |= {f"{key} / {engine}": ours[key] / theirs[key] for key in theirs}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+            rounds.setdefault(engine, []).append(result)
     report = {
-        "benchmark": "cpu_demo", "best_tokens_per_second": best, "ratios": ratios, "threads": args.threads,
-        "cpu": cpu_name(),
-        "python": platform.python_version(), "commit": commit, "command": " ".join(sys.argv), "load": os.getloadavg(),
-    }  # fmt: skip
+        "benchmark": "cpu_demo",
+        "threads": args.threads,
+        "tokens_per_second": rounds,
+        "ratios_best": ratios({engine: best_of(results) for engine, results in rounds.items()}),
+        "ratios_median_of_rounds": median_ratios(rounds),
+    } | provenance("transformers", "xllamacpp")
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     if args.report_json:
         Path(args.report_json).write_text(json.dumps(report, indent=1) + "\n")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One GPU, the Qwen3-8B shape with random bf16 weights: decode, prefill and 64-way throughput through the LLM API.
 
-    python benchmarks/engine/qwen3_8b.py [--report_json FILE]
+    python -m benchmarks.engine.qwen3_8b [--report_json FILE]
 
 Prompts are random token ids, all different, so no prefix is shared; greedy, `ignore_eos`, no detokenizing.
 """
@@ -9,12 +9,12 @@ Prompts are random token ids, all different, so no prefix is shared; greedy, `ig
 import argparse
 import asyncio
 import json
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from benchmarks.record import provenance
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "bos_token_id": 151643,
@@ -80,15 +80,7 @@ def main() -> None:
         with LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_seq_len=16384) as llm:
             ready = time.perf_counter() - start
             report = asyncio.run(run(llm))
-    import torch  # after the run: this process is the light front end
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,power.draw", "--format=csv,noheader"]
-    report |= {
-        "benchmark": "qwen3_8b", "start_s": ready, "torch": torch.__version__, "python": platform.python_version(),
-        "gpu": subprocess.run(smi, capture_output=True, text=True, check=False).stdout.strip(),
-        "commit": commit, "command": " ".join(sys.argv),
-    }  # fmt: skip
+    report = {"benchmark": "qwen3_8b", "start_s": ready} | report | provenance("transformers")
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     if args.report_json:
         Path(args.report_json).write_text(json.dumps(report, indent=1) + "\n")

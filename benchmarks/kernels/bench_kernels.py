@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time every kernel of a Qwen3-8B-shaped layer on a GPU, beside what the card can do, as JSON.
 
-    python benchmarks/kernels/bench_kernels.py --out kernels.json [--sweep] [--only decode]
+    python -m benchmarks.kernels.bench_kernels --report_json kernels.json [--sweep] [--only decode]
 
 Each figure is the mean of calls inside one CUDA graph whose tensors rotate past the L2 cache. The ceilings are measured
 in the same run: a plain read and a cuBLAS product. `--sweep` tries other tiles for attention.
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.record import provenance
 from headrace.kernels.activation import silu_and_mul
 from headrace.kernels.attention_decode import num_programs, paged_decode, plan_decode
 from headrace.kernels.attention_prefill import paged_prefill
@@ -207,7 +208,7 @@ def bench_prefill(sweep: bool) -> Iterator[Record]:
 def main() -> None:
     """Run, and write one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="write the JSON here instead of to the terminal")
+    parser.add_argument("--report_json", help="write the JSON here instead of to the terminal")
     parser.add_argument("--sweep", action="store_true", help="try other attention tiles")
     parser.add_argument("--only", choices=["ops", "decode", "prefill"], help="time these alone")
     args = parser.parse_args()
@@ -228,15 +229,14 @@ def main() -> None:
                 sys.stderr.write(json.dumps(found) + "\n")
                 results.append(found)
     report = {
-        "hardware": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "benchmark": "kernels",
         "shape": "Qwen3-8B layer, bf16",
         "ceilings": limits,
         "results": results,
-    }
+    } | provenance()
     text = json.dumps(report, indent=1)
-    if args.out:
-        with open(args.out, "w") as file:
+    if args.report_json:
+        with open(args.report_json, "w") as file:
             file.write(text + "\n")
     else:
         sys.stdout.write(text + "\n")

@@ -14,4 +14,5 @@ model=$(.venv/bin/python -c 'from headrace.utils.hub import resolve_model; print
 rm -f .gpu/demo.gguf.part-*
 split -b 50M "$model" .gpu/demo.gguf.part-
 sha256sum "$model" | cut -d' ' -f1 >.gpu/demo.sha256
+git rev-parse HEAD >.gpu/commit
 du -sh .gpu/wheels .gpu/demo.gguf.part-*

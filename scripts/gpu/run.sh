@@ -26,6 +26,7 @@ if ls $kept/demo.gguf.part-* >/dev/null 2>&1; then
     [ "$(sha256sum "$demo" | cut -d' ' -f1)" = "$(cat $kept/demo.sha256)" ] || { echo "headrace: the demo model's parts are incomplete" >&2; rm "$demo"; }
   fi
 fi
+[ -f $kept/commit ] && export COMMIT=$(cat $kept/commit)
 export OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 [ $# -gt 0 ] || set -- tests kernels engine
 status=0
@@ -35,8 +36,8 @@ for what in "$@"; do
     tests)
       $python -m pytest -q --timeout 300 -p no:cacheprovider tests/kernels tests/attention tests/worker -m 'not slow' 2>&1 | tee "$out/gpu_kernel_tests.log" || status=1
       $python -m pytest -q --timeout 300 -p no:cacheprovider -m gpu 2>&1 | tee "$out/gpu_tests.log" || status=1 ;;
-    kernels) $python benchmarks/kernels/bench_kernels.py --out "$out/kernels.json" || status=1 ;;
-    engine) $python benchmarks/engine/qwen3_8b.py --report_json "$out/engine.json" || status=1 ;;
+    kernels) $python -m benchmarks.kernels.bench_kernels --report_json "$out/kernels.json" || status=1 ;;
+    engine) $python -m benchmarks.engine.qwen3_8b --report_json "$out/engine.json" || status=1 ;;
     *) echo "headrace: $what is none of tests, kernels, engine, keep" >&2; exit 2 ;;
   esac
 done
