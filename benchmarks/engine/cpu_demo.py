@@ -6,6 +6,7 @@
 Each round runs the engines one after the other, so that a busy machine hurts them alike. Decode: the rate between the
 first and the last of 128 tokens after a 64-token prompt. Prefill: 512 prompt tokens over the time to the first token.
 Concurrent: eight such streams at once, total tokens per second over the time from the first token to the last.
+The report also says what the speed costs: the mean KL divergence from the same file in fp32.
 """
 
 import argparse
@@ -125,7 +126,15 @@ def bench_transformers(model: str, threads: int, seed: int) -> dict[str, float]:
     return {"decode": decode, "prefill": PREFILL_LEN / generate(PREFILL_LEN, 1, 2)}
 
 
+def measure_distance(model: str, threads: int, seed: int) -> dict[str, float]:
+    """Mean KL to Headrace's own fp32 over a fixed text (see `demo_distance`): `decode` and `prefill`."""
+    from benchmarks.engine.demo_distance import kl_to_fp32
+
+    return {way: float(distances.mean()) for way, distances in kl_to_fp32(model, threads).items()}
+
+
 ENGINES = {"headrace": bench_headrace, "llama.cpp": bench_llama_cpp, "transformers": bench_transformers}
+DISTANCE = "distance"
 
 
 def run_engine(engine: str, model: str, threads: int, seed: int) -> dict[str, float]:
@@ -178,7 +187,9 @@ def main() -> None:
 
         args.model = str(resolve_model("demo").path)
     if args.one:
-        sys.stdout.write("RESULT " + json.dumps(ENGINES[args.one](args.model, args.threads, args.seed)) + "\n")
+        measure = measure_distance if args.one == DISTANCE else ENGINES[args.one]
+        figures = measure(args.model, args.threads, args.seed)
+        sys.stdout.write("RESULT " + json.dumps(figures) + "\n")
         sys.stdout.flush()
         os._exit(0)
     rounds: dict[str, list[dict[str, float]]] = {}
@@ -190,12 +201,15 @@ def main() -> None:
             sys.stdout.write(f"round {round_}: {engine}: {json.dumps({k: round(v, 1) for k, v in result.items()})}\n")
             sys.stdout.flush()
             rounds.setdefault(engine, []).append(result)
+    distance = run_engine(DISTANCE, args.model, args.threads, seed=1)
     report = {
         "benchmark": "cpu_demo",
         "threads": args.threads,
         "tokens_per_second": rounds,
         "ratios_best": ratios({engine: best_of(results) for engine, results in rounds.items()}),
         "ratios_median_of_rounds": median_ratios(rounds),
+        "kl_to_fp32_mean": distance["decode"],
+        "kl_to_fp32_mean_prefill": distance["prefill"],
     } | provenance("transformers", "xllamacpp")
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     if args.report_json:

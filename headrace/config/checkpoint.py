@@ -31,7 +31,15 @@ def load_generation_config(source: ModelSource) -> dict[str, Any]:
 
 
 def load_model_config(source: ModelSource) -> ModelConfig:
-    """The config of a Hugging Face folder or a .gguf file."""
+    """The config of a Hugging Face folder or a .gguf file. Raises ModelLoadError naming the file."""
     if source.kind == "gguf":
-        return ModelConfig.from_hf(read_gguf_meta(source.path).config)
-    return ModelConfig.from_hf(read_json(source.path / "config.json"), load_generation_config(source))
+        file, values, generation = source.path, read_gguf_meta(source.path).config, {}
+    else:
+        file = source.path / "config.json"
+        values, generation = read_json(file), load_generation_config(source)
+    try:
+        return ModelConfig.from_hf(values, generation)
+    except ModelLoadError as error:
+        said = error.message.removeprefix("config.json ")
+        where = f"{file} " if said != error.message else f"{file}: "
+        raise ModelLoadError(where + said, param=error.param) from None

@@ -46,8 +46,8 @@ class ModelArgs(Config):
     """dummy: random weights of the right scale, from a config alone."""
     generation_config: Annotated[Literal["auto", "none"], BeforeValidator(_plain_generation_config)] = "auto"
     """auto: sampling defaults come from the model's generation_config.json; none: they do not."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the seeds given to requests that bring none."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Fixes the seeds of requests that bring none, given equal requests in equal order; none: they are random."""
 
 
 class DeviceArgs(Config):

@@ -8,6 +8,7 @@ class Counters(msgspec.Struct):
     """Totals since start; they only grow."""
 
     num_steps: int = 0
+    """Plans scheduled."""
     num_prefill_tokens: int = 0
     """Tokens computed as part of a prefill, recomputed ones included."""
     num_decode_tokens: int = 0

@@ -201,7 +201,13 @@ class AsyncLLM:
                 await asyncio.wait([launch])
                 raise
         self._inputs = InputProcessor(
-            model, client.info.max_seq_len, self._tokenizer, generation_config, args.seed, uuid.uuid4().hex[:8]
+            model,
+            client.info.max_seq_len,
+            self._tokenizer,
+            generation_config,
+            args.seed,
+            name=uuid.uuid4().hex[:8],
+            number=client.info.front_end,
         )
         self.info = msgspec.structs.replace(client.info, default_sampling=self._inputs.default_sampling)
         if self.info.default_sampling:

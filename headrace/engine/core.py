@@ -53,8 +53,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.num_plans_in_flight = num_plans_in_flight
-        self.num_steps = 0
-        """Plans reconciled so far."""
+        self.num_reconciled_steps = 0
         self._launched: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
 
     @property
@@ -68,7 +67,7 @@ class EngineCore:
         if plan is None:
             return []
         result = self._launch(plan).wait()
-        self.num_steps += 1
+        self.num_reconciled_steps += 1
         return self.scheduler.update(plan, result)
 
     def step_overlapped(self) -> list[RequestDelta]:
@@ -86,7 +85,7 @@ class EngineCore:
             return []
         plan, pending = self._launched.popleft()
         result = pending.wait()
-        self.num_steps += 1
+        self.num_reconciled_steps += 1
         return self.scheduler.update(plan, result)
 
     def _launch(self, plan: SchedulerOutput) -> PendingOutput:
@@ -122,7 +121,7 @@ class EngineCore:
         """Counters of the scheduler, as plain data."""
         values: dict[str, Any] = msgspec.to_builtins(self.scheduler.stats())
         values["num_plans_in_flight"] = len(self._launched)
-        values["num_steps"] = self.num_steps
+        values["num_reconciled_steps"] = self.num_reconciled_steps
         return values
 
 
@@ -146,6 +145,7 @@ class CoreLoop:
         self._life = life.fileno()
         self._owner: dict[str, bytes] = {}
         self._front_ends: set[bytes] = set()
+        self._num_joined = 0
 
     def run(self) -> None:
         """Loop until the life channel ends."""
@@ -154,8 +154,8 @@ class CoreLoop:
         steps_before = -1
         while True:
             # Work that cannot move (nothing in flight, nothing schedulable) must not spin.
-            stuck = core.num_steps == steps_before
-            steps_before = core.num_steps
+            stuck = core.num_reconciled_steps == steps_before
+            steps_before = core.num_reconciled_steps
             timeout_ms = (1 if stuck else 0) if core.has_work else None
             ready = dict(self._poller.poll(timeout_ms))
             if self._life in ready:
@@ -201,7 +201,8 @@ class CoreLoop:
             values = self._core.stats() | {"num_front_ends": len(self._front_ends)}
             self._send(identity, [Stats(message.call_id, values)])
         elif isinstance(message, Hello):
-            self._send(identity, [Ready(self._info)])
+            self._num_joined += 1
+            self._send(identity, [Ready(msgspec.structs.replace(self._info, front_end=self._num_joined))])
         elif isinstance(message, Goodbye):
             self._forget(identity)
 

@@ -29,7 +29,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.engine.core import CoreLoop, EngineCore
 from headrace.engine.executor import Executor, WorkerInfo, load_by_name
 from headrace.engine.ipc import EngineInfo, Failed, Progress, Ready, StartCore, receive_life, send_life
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, ModelLoadError
 from headrace.logger import get_logger, set_process_name
 from headrace.utils.hub import ModelSource
 
@@ -80,7 +80,7 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         for note in config.notes:
             logger.info("%s", note)
         executor = load_by_name(start.executor)(config, source, start.worker)
-        worker = executor.start(_ProgressReporter(life))
+        worker = _start(executor, source, _ProgressReporter(life))
         for line in worker.ledger:
             logger.info("%s", line)
         config = dataclasses.replace(config, max_seq_len=worker.max_seq_len)
@@ -104,6 +104,16 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         if executor is not None:
             _quietly(executor)
         context.destroy(linger=200)
+
+
+def _start(executor: Executor, source: ModelSource, progress: "_ProgressReporter") -> WorkerInfo:
+    """Start the worker. What refuses a checkpoint there need not know which one it is: here it gets its name."""
+    try:
+        return executor.start(progress)
+    except ModelLoadError as error:
+        if str(source.path) in error.message:
+            raise
+        raise ModelLoadError(f"{source.path}: {error.message}", param=error.param) from None
 
 
 def describe(

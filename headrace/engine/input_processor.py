@@ -47,15 +47,17 @@ class InputProcessor:
         max_seq_len: int,
         tokenizer: Tokenizer | None,
         generation_config: Mapping[str, Any],
-        seed: int,
+        seed: int | None,
         name: str,
+        number: int = 0,
     ) -> None:
         """
         Args:
             tokenizer: None: token ids only.
             generation_config: the model's own sampling defaults; empty where they are not wanted.
-            seed: of the seeds given to requests that bring none.
+            seed: of the seeds given to requests that bring none; None: these are random.
             name: of this front end, unique among those of the core.
+            number: of this front end, the same after each start, so that two of them do not give the same seeds.
         """
         self._model = model
         self._max_seq_len = max_seq_len
@@ -65,7 +67,7 @@ class InputProcessor:
         own_end = None if tokenizer is None else tokenizer.eos_token_id
         if own_end is not None and own_end not in self._eos_token_ids:
             self._eos_token_ids.append(own_end)
-        self._random = random.Random(seed)
+        self._random = random.Random() if seed is None else random.Random(f"{seed} {number}")
         self._name = name
         # One step, so that two threads never get the same number.
         self._numbers = itertools.count(1)

@@ -59,6 +59,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The memory ledger, a line each."""
     default_sampling: dict[str, Any] = {}
     """What the model's generation_config.json sets, by the names of `SamplingParams`. Filled in by the front end."""
+    front_end: int = 0
+    """Number of the front end that is told this: 0 started the core, those that joined it count from 1."""
 
 
 # Front end to core.

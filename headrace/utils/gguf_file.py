@@ -148,7 +148,9 @@ def _parse(cursor: _Cursor) -> GgufFile:
         key = cursor.string()
         metadata[key] = cursor.value(cursor.unpack("<I"))
     table = [_tensor_entry(cursor) for _ in range(num_tensors)]
-    alignment = int(metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelLoadError(f"{path} has general.alignment = {alignment!r}; it must be a whole number of at least 1")
     start = round_up(cursor.at, alignment)
     tensors = {entry.name: entry for entry in (_placed(cursor, start, *row) for row in table)}
     return GgufFile(path, metadata, tensors)

@@ -32,10 +32,10 @@ export OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 status=0
 for what in "$@"; do
   case $what in
-    # Kernel, attention and worker tests use the GPU wherever there is one; the rest has tests marked for it.
+    # Kernel, attention and worker tests use the GPU wherever there is one; these others have tests marked for it.
     tests)
       $python -m pytest -q --timeout 300 -p no:cacheprovider tests/kernels tests/attention tests/worker -m 'not slow' 2>&1 | tee "$out/gpu_kernel_tests.log" || status=1
-      $python -m pytest -q --timeout 300 -p no:cacheprovider -m gpu 2>&1 | tee "$out/gpu_tests.log" || status=1 ;;
+      $python -m pytest -q --timeout 300 -p no:cacheprovider -m gpu tests/gpu tests/models tests/e2e 2>&1 | tee "$out/gpu_tests.log" || status=1 ;;
     kernels) $python -m benchmarks.kernels.bench_kernels --report_json "$out/kernels.json" || status=1 ;;
     engine) $python -m benchmarks.engine.qwen3_8b --report_json "$out/engine.json" || status=1 ;;
     *) echo "headrace: $what is none of tests, kernels, engine, keep" >&2; exit 2 ;;

@@ -285,6 +285,16 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         read_json(tmp_path / "config.json")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"vocab_size": 0}, "config.json has vocab_size = 0"), ({"rope_scaling": {"type": "strange"}}, "config.json: RoPE scaling 'strange'")],
+)
+def test_a_bad_value_names_its_file(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    with pytest.raises(ModelLoadError, match=f"^{tmp_path}/{said}"):
+        load_model_config(ModelSource("hf", tmp_path, "tiny", "tiny"))
+
+
 def test_the_demo_gguf_is_read(demo_model: str) -> None:
     path = Path(demo_model)
     if path.suffix != ".gguf":

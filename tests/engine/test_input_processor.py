@@ -70,6 +70,21 @@ def test_seeds_are_drawn_for_requests_without_one(make: Make) -> None:
     assert spec(processor, seed=7).seed == 7
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [((3, 0), (3, 0), True), ((3, 0), (3, 1), False), ((3, 0), (4, 0), False), ((None, 0), (None, 0), False)],
+)
+def test_the_engines_seed_fixes_them_for_each_front_end(
+    one: tuple[int | None, int], other: tuple[int | None, int], same: bool
+) -> None:
+    def drawn(seed: int | None, number: int) -> list[int]:
+        processor = InputProcessor(ModelConfig.from_hf(CONFIG), 256, None, {}, seed, "fe", number)
+        prepared = [processor.prepare([1], SamplingParams()) for _ in range(5)]
+        return [p.choices[0].sampling.seed for p in prepared]
+
+    assert (drawn(*one) == drawn(*other)) == same
+
+
 def test_choices_share_a_seed_and_differ_in_number_and_id(make: Make) -> None:
     prepared = make().prepare("abc", SamplingParams(n=3, seed=5))
     assert [(c.sampling.seed, c.sampling.choice) for c in prepared.choices] == [(5, 0), (5, 1), (5, 2)]

@@ -55,3 +55,17 @@ def test_a_big_endian_file_is_told_apart(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(64))
     with pytest.raises(ModelLoadError, match="big-endian"):
         read_gguf(path)
+
+
+@pytest.mark.parametrize("value", [0, "thirty-two", -1])
+def test_an_impossible_alignment_is_refused(file: Path, value: int | str) -> None:
+    key = b"general.alignment"
+    kind, data = (5, value.to_bytes(4, "little", signed=True)) if isinstance(value, int) else (8, None)
+    if data is None:
+        data = len(value).to_bytes(8, "little") + str(value).encode()
+    whole = file.read_bytes()
+    num_keys = int.from_bytes(whole[16:24], "little")
+    entry = len(key).to_bytes(8, "little") + key + kind.to_bytes(4, "little") + data
+    file.write_bytes(whole[:16] + (num_keys + 1).to_bytes(8, "little") + entry + whole[24:])
+    with pytest.raises(ModelLoadError, match=r"tiny\.gguf has general.alignment = "):
+        read_gguf(file)
