@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SamplingParams`: what a request asks for beyond its prompt."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from headrace.errors import RequestError
+from headrace.utils.spelling import nearest
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -250,8 +250,8 @@ def _explain(error: ValidationError) -> RequestError:
     first = details[0]
     name = str(first["loc"][0]) if first["loc"] else "sampling_params"
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, SamplingParams.model_fields, n=1)
-        hint = f"; the nearest is {near[0]}." if near else "."
+        near = nearest(name, SamplingParams.model_fields)
+        hint = f"; the nearest is {near}." if near else "."
         return RequestError(f"Unknown sampling parameter {name}{hint}", param=name)
     wanted = " or ".join(dict.fromkeys(WORDS.get(d["type"], d["msg"]) for d in details if d["loc"][:1] == (name,)))
     value = repr(first["input"])

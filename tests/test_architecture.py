@@ -2,6 +2,9 @@
 """The rules of the house that a machine can see: levels, torch-free packages, sizes, imports, docstrings."""
 
 import ast
+import importlib.metadata
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +35,6 @@ ADAPTERS = {
     "triton": "kernels/",
     "flashinfer": "attention/flashinfer.py",
     "xgrammar": "structured/xgrammar.py",
-    "transformers": "engine/tokenizer.py",
     "gguf": ("utils/gguf_meta.py", "utils/gguf_file.py", "quantization/gguf.py", "models/gguf.py"),
     "huggingface_hub": "utils/hub.py",
 }
@@ -46,6 +48,9 @@ MAY_IMPORTLIB = {
     "attention/choose.py": "backends that need Triton or a library",
     "utils/lazy.py": "optional dependencies",
 }
+# Modules of packages that our dependencies require themselves; torch with CUDA brings triton.
+COME_WITH = {"annotated_types", "pydantic_core", "starlette", "triton"}
+WITHOUT_DEFAULT = {"model"}
 MAX_FILE, MAX_FUNCTION, MAX_MODEL_FILE = 600, 80, 80
 # The shared parts under models/; every other file there is one model and the difference from its neighbour.
 SHARED_MODEL_FILES = {"__init__.py", "base.py", "registry.py", "weights.py", "gguf.py"}
@@ -147,7 +152,7 @@ def test_no_prints_and_no_probing(source: tuple[Path, str, ast.Module]) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id != "print", f"{path}:{node.lineno} prints; use headrace.logger or sys.stdout"
-            assert node.func.id != "hasattr", f"{path}:{node.lineno} probes with hasattr"
+            assert node.func.id not in ("hasattr", "getattr"), f"{path}:{node.lineno} probes with {node.func.id}"
     assert sum(f"{name}.py" in text for name in ("common", "misc")) == 0
     assert path.name not in ("common.py", "misc.py", "utils.py")
 
@@ -164,3 +169,19 @@ def test_every_setting_has_a_docstring_and_a_default() -> None:
                     after = cls.body[i + 1] if i + 1 < len(cls.body) else None
                     documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                     assert documented, f"{path.name}: {cls.name}.{node.target.id} has no docstring"
+                    has_default = node.value is not None or node.target.id in WITHOUT_DEFAULT
+                    assert has_default, f"{path.name}: {cls.name}.{node.target.id} has no default"
+
+
+def test_what_is_imported_is_what_the_package_asks_for() -> None:
+    listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT.parent / "pyproject.toml").read_text(), re.M | re.S)
+    assert listed
+    asked = {name.lower().replace("-", "_") for name in re.findall(r'"([\w-]+)', listed[1])}
+    names = importlib.metadata.packages_distributions()
+    for path in FILES:
+        for name in imports(ast.parse(path.read_text())):
+            top = name.split(".")[0]
+            if top == "headrace" or top in sys.stdlib_module_names or top in COME_WITH:
+                continue
+            homes = {home.lower().replace("-", "_") for home in names.get(top, [top])}
+            assert homes & asked, f"{path.relative_to(ROOT)} imports {top}, which is no dependency in pyproject.toml"

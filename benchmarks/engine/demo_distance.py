@@ -75,7 +75,9 @@ def text_logprobs(model: str, **settings: Any) -> Tensor:
     core = CoreOptions(in_process=True, worker=f"{__name__}:RecordingWorker")
 
     async def run() -> int:
-        async with AsyncLLM(model=model, device="cpu", max_seq_len=MAX_LEN, max_batch_size=1, core=core, **settings) as llm:
+        async with AsyncLLM(
+            model=model, device="cpu", max_seq_len=MAX_LEN, max_batch_size=1, core=core, **settings
+        ) as llm:
             output = await llm.generate(TEXT, params).final()
             return len(output.prompt_token_ids)
 

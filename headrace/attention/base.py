@@ -65,6 +65,8 @@ class AttentionCapability:
     needs_host_lengths: bool
     """It reads lengths on the host: on a GPU it waits for them."""
     device_types: tuple[str, ...]
+    min_compute_capability: tuple[int, int] | None = None
+    """Of a GPU; None: any."""
     softcap: bool = True
     window: bool = True
     max_head_dim: int = 256
@@ -75,7 +77,12 @@ class AttentionCapability:
 
 CAPABILITIES = {
     "TRITON": AttentionCapability(
-        paged=True, cached_prefix=True, capturable=True, needs_host_lengths=False, device_types=("cuda",)
+        paged=True,
+        cached_prefix=True,
+        capturable=True,
+        needs_host_lengths=False,
+        device_types=("cuda",),
+        min_compute_capability=(8, 0),
     ),
     "VANILLA": AttentionCapability(
         paged=True,

@@ -13,15 +13,18 @@ BACKENDS: dict[str, tuple[str | None, str]] = {
     "VANILLA": (None, "headrace.attention.reference:VanillaAttention"),
 }
 
-NOT_BUILT = ("FLASHINFER",)
 
-
-def refusals(name: str, need: AttentionNeed, device_type: str) -> list[str]:
-    """Why a backend cannot serve a need on a device; empty when it can."""
+def refusals(
+    name: str, need: AttentionNeed, device_type: str, compute_capability: tuple[int, int] | None = None
+) -> list[str]:
+    """Why a backend cannot serve a need on a device; empty when it can. compute_capability: a GPU's, where known."""
     can, package = CAPABILITIES[name], BACKENDS[name][0]
     reasons = []
     if device_type not in can.device_types:
         reasons.append(f"runs on {' and '.join(can.device_types)}, not on {device_type}")
+    least = can.min_compute_capability
+    if least is not None and compute_capability is not None and compute_capability < least:
+        reasons.append(f"needs compute capability {_dotted(least)}, this GPU has {_dotted(compute_capability)}")
     if package and importlib.util.find_spec(package) is None:
         reasons.append(f"the package {package} is not installed")
     if need.head_dim > can.max_head_dim:
@@ -37,28 +40,64 @@ def refusals(name: str, need: AttentionNeed, device_type: str) -> list[str]:
     return reasons
 
 
-def choose_backend(need: AttentionNeed, device_type: str, setting: str = "AUTO") -> AttentionBackend:
-    """The backend that `attn_backend` names, bound to a layer's need; AUTO takes the first that serves it.
+class BackendChooser:
+    """Chooses for the layers of one model, and keeps what was chosen and what was passed over."""
 
-    device_type: `cpu` or `cuda`. Raises ConfigError with every refusal when none serves.
-    """
-    if setting in NOT_BUILT:
+    def __init__(
+        self, device_type: str, setting: str = "AUTO", compute_capability: tuple[int, int] | None = None
+    ) -> None:
+        """device_type: `cpu` or `cuda`. setting: `attn_backend`. ConfigError for a name that is no backend."""
+        if setting != "AUTO" and setting not in BACKENDS:
+            raise ConfigError(
+                f"attn_backend {setting} is unknown: use AUTO, or one of {', '.join(BACKENDS)}.", param="attn_backend"
+            )
+        self._device_type = device_type
+        self._setting = setting
+        self._compute_capability = compute_capability
+        self._chosen: dict[str, dict[str, None]] = {}
+        """Backends chosen, each with the refusals it was chosen after; in order, each once."""
+
+    def __call__(self, need: AttentionNeed) -> AttentionBackend:
+        """The backend that the setting names, bound to a layer's need; AUTO takes the first that serves it.
+
+        Raises ConfigError with every refusal when none serves.
+        """
+        refused: list[str] = []
+        for name in BACKENDS if self._setting == "AUTO" else (self._setting,):
+            reasons = refusals(name, need, self._device_type, self._compute_capability)
+            if not reasons:
+                self._chosen.setdefault(name, {}).update(dict.fromkeys(refused))
+                backend: AttentionBackend = bind(BACKENDS[name][1])(need)
+                return backend
+            refused.append(f"{name}: {'; '.join(reasons)}")
+        remedy = "" if self._setting == "AUTO" else ": use AUTO"
         raise ConfigError(
-            f"attn_backend {setting} is not built yet: use AUTO, or one of {', '.join(BACKENDS)}.", param="attn_backend"
+            f"attn_backend {self._setting} cannot serve this model on {self._device_type} "
+            f"({'. '.join(refused)}){remedy}.",
+            param="attn_backend",
         )
-    if setting != "AUTO" and setting not in BACKENDS:
-        raise ConfigError(
-            f"attn_backend {setting} is unknown: use AUTO, or one of {', '.join(BACKENDS)}.", param="attn_backend"
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Names of the backends that the layers have, in the order of their first layer."""
+        return tuple(self._chosen)
+
+    @property
+    def reads_unused_slots(self) -> bool:
+        """Whether any layer's backend does; see `AttentionCapability`."""
+        return any(CAPABILITIES[name].reads_unused_slots for name in self._chosen)
+
+    def describe(self) -> str:
+        """What was chosen, with every refusal that came before it."""
+        return ", ".join(
+            f"{name} ({'. '.join(refused)})" if refused else name for name, refused in self._chosen.items()
         )
-    refused = []
-    for name in BACKENDS if setting == "AUTO" else (setting,):
-        reasons = refusals(name, need, device_type)
-        if not reasons:
-            backend: AttentionBackend = bind(BACKENDS[name][1])(need)
-            return backend
-        refused.append(f"{name}: {'; '.join(reasons)}")
-    raise ConfigError(
-        f"attn_backend {setting} cannot serve this model on {device_type} ({'. '.join(refused)}): use AUTO, or another "
-        f"of {', '.join(BACKENDS)}.",
-        param="attn_backend",
-    )
+
+
+def choose_backend(need: AttentionNeed, device_type: str, setting: str = "AUTO") -> AttentionBackend:
+    """One layer's backend; see `BackendChooser`."""
+    return BackendChooser(device_type, setting)(need)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

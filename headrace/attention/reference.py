@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.attention.base import CAPABILITIES, DTYPES, AttentionMetadata, AttentionNeed
 from headrace.attention.row_copies import SLACK, CopiedRow, RowCopies
 from headrace.utils.machine import cpu_has_bf16
+from headrace.utils.math import cdiv
 
 # Bytes of gathered K and V that decode rows may share, padding included. Measured on a Zen 4 core with 1 MiB of L2,
 # 9/3 heads of 64: 8 rows of 150 tokens take 340 us together and 390-480 one by one; 8 rows of 500 the same either way.
@@ -241,7 +242,7 @@ class Planner:
     def row_index(self, row: int) -> Tensor:
         """The tiles of one whole row."""
         if row not in self.row_indices:
-            end = -(-self.lens[row] // self.tokens_per_block)
+            end = cdiv(self.lens[row], self.tokens_per_block)
             self.row_indices[row] = self.index(self.block_table[row : row + 1, :end].long())
         return self.row_indices[row]
 
@@ -252,7 +253,7 @@ class Planner:
 
     def blocks(self, row: int) -> tuple[int, int]:
         """The row's blocks to copy: first, and one past the last."""
-        return self.first_key(row) // self.tokens_per_block, -(-self.lens[row] // self.tokens_per_block)
+        return self.first_key(row) // self.tokens_per_block, cdiv(self.lens[row], self.tokens_per_block)
 
     def groups(self, rows: list[int]) -> list[list[int]]:
         """Neighbouring rows while their padded copies fit in GROUP_BYTES."""

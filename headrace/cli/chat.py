@@ -67,6 +67,7 @@ class Chat:
         self._system = system
         self.messages: list[Message] = []
         self._is_terminal = sys.stdin.isatty()
+        self.has_failed = False
         self.reset()
 
     def reset(self) -> None:
@@ -84,7 +85,8 @@ class Chat:
                 line = input("> " if self._is_terminal else "")
             except EOFError:
                 write("\n" if self._is_terminal else "")
-                return 0
+                # A script that pipes its lines in must learn that one of them failed.
+                return int(self.has_failed and not self._is_terminal)
             except KeyboardInterrupt:
                 sys.stderr.write("\nCtrl-D or /exit leaves.\n")
                 continue
@@ -106,6 +108,7 @@ class Chat:
             self.messages.pop()
             more = " /reset starts afresh." if isinstance(error, RequestError) and len(self.messages) > 1 else ""
             sys.stderr.write(f"{error.message}{more}\n")
+            self.has_failed = True
             return
         write("\n")
         if answer.text:

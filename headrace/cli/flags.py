@@ -10,11 +10,11 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from headrace.cli.alias import ALIASES, SILENT
 from headrace.cli.commands import Command, Option
 from headrace.config.base import Config, Leaf, leaves
-from headrace.config.explain import nearest
 from headrace.config.llm_args import LlmArgs
 from headrace.config.server import ServerConfig
 from headrace.config.sources import Layer, every_leaf, parse_text, parse_yaml
 from headrace.errors import ConfigError
+from headrace.utils.spelling import nearest
 
 TREES: dict[str, type[Config]] = {"LlmArgs": LlmArgs, "ServerConfig": ServerConfig}
 TRUE = {"true", "1", "yes", "on"}

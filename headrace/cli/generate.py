@@ -27,6 +27,8 @@ def run(invocation: Invocation) -> int:
                 f"--system needs a chat template, and {model.name} has none: leave it out or give --chat_template.",
                 param="system",
             )
+        if not options["raw"] and not model.has_chat_template:
+            sys.stderr.write(f"headrace: {model.name} has no chat template: the prompt is continued as plain text.\n")
         begin = time.perf_counter()
         if options["raw"] or not model.has_chat_template:
             answer = model.answer(prompt, params, write)

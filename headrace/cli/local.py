@@ -78,13 +78,15 @@ class LocalModel:
         return self._interruptible(self._stream(prompt, params, write))
 
     async def _stream(self, prompt: str | list[int], params: SamplingParams, write: Write) -> Answer:
-        stream = self._llm.generate(prompt, params)
+        stream = self._llm.generate(prompt, params, cumulative=False)
         text, num_prompt, num_output, reason = "", 0, 0, None
         try:
             async for output in stream:
                 first = output.outputs[0]
                 write(first.text_diff)
-                text, num_output, reason = first.text, len(first.token_ids), first.finish_reason
+                text += first.text_diff
+                num_output += len(first.token_ids_diff)
+                reason = first.finish_reason
                 num_prompt = len(output.prompt_token_ids)
                 if reason == "error":
                     raise EngineError(first.error or "the request failed inside the engine")

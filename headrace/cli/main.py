@@ -4,7 +4,6 @@
 Exit codes: 0 done; 1 the engine or the server failed; 2 something the user gave is wrong; 130 stopped by Ctrl-C.
 """
 
-import difflib
 import importlib
 import os
 import sys
@@ -15,6 +14,7 @@ from headrace import __version__
 from headrace.cli.commands import COMMANDS, Command
 from headrace.envs import is_on
 from headrace.errors import HeadraceError, UserError
+from headrace.utils.spelling import nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,8 +59,8 @@ def _find(name: str) -> Command:
     for command in COMMANDS:
         if command.name == name:
             return command
-    near = difflib.get_close_matches(name, [c.name for c in COMMANDS], n=1)
-    hint = f"the nearest is {near[0]}" if near else f"the commands are {', '.join(c.name for c in COMMANDS)}"
+    near = nearest(name, [c.name for c in COMMANDS])
+    hint = f"the nearest is {near}" if near else f"the commands are {', '.join(c.name for c in COMMANDS)}"
     raise UserError(f"Unknown command {name!r}; {hint}.")
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation errors in plain words: one sentence for each field, with the value, its source and what would work."""
 
-import difflib
 import types
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from headrace.errors import ConfigError
+from headrace.utils.spelling import nearest
 
 NAMES = {
     int: "a whole number",
@@ -78,13 +78,6 @@ def unknown(name: str, parents: list[str], owner: type[BaseModel], source: str =
     full = ".".join((*parents, near)) if near else ""
     hint = f"; the nearest is {full}." if full else f"; {owner.__name__} has: {', '.join(owner.model_fields)}."
     return f"Unknown setting {name}{source}{hint}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None where nothing is near."""
-    by_plain = {k.lower().replace("-", "_"): k for k in known}
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), by_plain, n=1, cutoff=0.6)
-    return by_plain[found[0]] if found else None
 
 
 def field_path(loc: tuple[int | str, ...], cls: type[BaseModel]) -> tuple[tuple[str, ...], type[BaseModel]]:

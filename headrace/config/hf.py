@@ -112,9 +112,12 @@ def read_hf(hf: Mapping[str, Any], generation_config: Mapping[str, Any]) -> dict
         flat["head_dim"] = hidden_size // num_q_heads
     max_positions = _positive(flat, "max_position_embeddings")
     uses_rope = _layer_uses_rope(flat, num_layers)
+    architecture = _architecture(flat, model_type)
     bias = bool(flat["attention_bias"])
+    # Qwen2 has one on q, k and v and none on the output, whatever the file says.
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
     return {
-        "architecture": _architecture(flat, model_type),
+        "architecture": architecture,
         "model_type": model_type,
         "vocab_size": _positive(flat, "vocab_size"),
         "hidden_size": hidden_size,
@@ -130,8 +133,8 @@ def read_hf(hf: Mapping[str, Any], generation_config: Mapping[str, Any]) -> dict
         **_ropes(flat, model_type, max_positions),
         "layer_uses_rope": uses_rope,
         "layer_windows": _layer_windows(flat, num_layers, uses_rope),
-        "attention_bias": bias or model_type == "qwen2",
-        "attention_out_bias": bias,
+        "attention_bias": bias or is_qwen2,
+        "attention_out_bias": bias and not is_qwen2,
         "mlp_bias": bool(flat["mlp_bias"]),
         "attn_softcap": flat.get("attn_logit_softcapping"),
         "final_logit_softcap": flat.get("final_logit_softcapping"),

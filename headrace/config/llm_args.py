@@ -57,7 +57,7 @@ class DeviceArgs(Config):
     """Where the model runs; auto: the first CUDA GPU, else the CPU."""
     dtype: Annotated[ModelDtype, Common] = "auto"
     """Number format of weights and activations; auto: the checkpoint's, or the nearest that the device is fast in."""
-    num_threads: Annotated[Count | Literal["auto"], Common] = "auto"
+    num_threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | Literal["auto"], Common] = "auto"
     """CPU threads; auto: the free physical cores."""
     attn_backend: Annotated[Literal["AUTO", "TRITON", "FLASHINFER", "VANILLA"], BeforeValidator(_plain_backend)] = (
         "AUTO"

@@ -13,6 +13,7 @@ from headrace.errors import ConfigError
 from headrace.utils.math import round_down
 
 RESERVE_BYTES = 1 << 30
+"""Of a device's memory, left to nobody."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ResolvedConfig:
     """Prompt tokens in a step that also decodes."""
     num_plans_in_flight: int
     attn_backend: str
-    """TRITON, FLASHINFER or VANILLA."""
+    """As asked for: TRITON, VANILLA or AUTO, which the worker settles for each layer (`attention/choose.py`)."""
     tokens_per_block: int
     enable_block_reuse: bool
     enable_chunked_prefill: bool
@@ -227,8 +228,7 @@ def _max_prefill_tokens(choices: _Choices) -> int:
 def _attn_backend(choices: _Choices) -> str:
     wanted = choices.args.attn_backend
     if wanted == "AUTO":
-        choices.chose("attn_backend", f"usual on {choices.device.kind}")
-        return "TRITON" if choices.device.kind == "cuda" else "VANILLA"
+        choices.chose("attn_backend", "at start, the first of TRITON and VANILLA that serves the model on this device")
     if wanted == "FLASHINFER":
         raise ConfigError("attn_backend = FLASHINFER is not built yet; use TRITON or AUTO.", param="attn_backend")
     if wanted == "TRITON" and choices.device.kind == "cpu":

@@ -32,7 +32,7 @@ class ServerConfig(Config):
     keep_alive_timeout_s: Count = 75
     """Whole seconds that an idle connection stays open."""
     max_waiting_requests: Annotated[Count | None, Beta] = None
-    """Requests that may wait before new ones get 503; none: no limit."""
+    """Sequences (each choice of each prompt is one) that may wait before new requests get 503; none: no limit."""
     allow_origins: tuple[str, ...] = ()
     """Origins that browsers may call from (CORS); `*` is all."""
     access_log: bool = False

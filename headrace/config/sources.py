@@ -13,12 +13,13 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from headrace.config.base import Config, Leaf, leaves
-from headrace.config.explain import explain, nearest, said
+from headrace.config.explain import explain, said
 from headrace.config.llm_args import LlmArgs
 from headrace.config.server import ServerConfig
 from headrace.envs import SWITCHES
 from headrace.errors import ConfigError
 from headrace.utils.lazy import require
+from headrace.utils.spelling import nearest
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+from headrace.config.dtype import BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class KvSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
+        return 2 * self.num_kv_heads * self.head_dim * BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headrace.config.resolve import RESERVE_BYTES
 from headrace.errors import ConfigError
 from headrace.utils.math import cdiv
 
 GIB = 2**30
-DEFAULT_RESERVE_BYTES = GIB
 MIN_AUTO_SEQ_LEN = 512
 """`max_seq_len: auto` does not adapt below this (or below the model's own, where that is less)."""
 NUM_CHANGES_NAMED = 3
@@ -35,7 +35,7 @@ class MemoryNeeds:
     """Request rows, workspaces, graphs: what does not grow with the tokens of a step."""
     other_bytes: int = 0
     """In use before the start, by other processes and by the driver."""
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES
+    reserve_bytes: int = RESERVE_BYTES
     device: str = "the device"
 
 
@@ -79,13 +79,10 @@ class MemoryLedger:
     def kv_bytes_per_token(self) -> int:
         return self.needs.kv_bytes_per_block // self.needs.tokens_per_block
 
-    def lines(self, measured: MemoryNeeds | None = None) -> list[str]:
-        """The ledger as a table, for a terminal; with `measured`, predicted and measured side by side."""
-        columns = [self.needs] if measured is None else [self.needs, measured]
-        heads = "".join(f"{name:>12}" for name in (["GiB"] if measured is None else ["predicted", "measured"]))
-        rows = [f"{'memory of ' + self.needs.device:<36}{heads}"]
-        for label, values in self._entries(columns):
-            rows.append(f"{label:<36}" + "".join(f"{value / GIB:12.2f}" for value in values))
+    def lines(self) -> list[str]:
+        """The ledger as a table, for a terminal."""
+        rows = [f"{'memory of ' + self.needs.device:<36}{'GiB':>12}"]
+        rows += [f"{label:<36}{value / GIB:12.2f}" for label, value in self._entries()]
         rows.append(
             f"KV cache: {self.num_blocks:,} blocks of {self.needs.tokens_per_block} tokens = {self.num_kv_tokens:,} "
             f"tokens of {self.kv_bytes_per_token / 1024:,.1f} KiB; max_seq_len {self.max_seq_len:,}, "
@@ -93,20 +90,16 @@ class MemoryLedger:
         )
         return rows + list(self.notes)
 
-    def _entries(self, columns: list[MemoryNeeds]) -> list[tuple[str, list[int]]]:
-        num_tokens = self.wish.max_num_tokens
-        left_over = self.left_bytes - self.kv_bytes
+    def _entries(self) -> list[tuple[str, int]]:
+        needs, num_tokens = self.needs, self.wish.max_num_tokens
         return [
-            ("  total", [each.total_bytes for each in columns]),
-            ("- in use before the start", [each.other_bytes for each in columns]),
-            ("- weights", [each.weight_bytes for each in columns]),
-            (
-                f"- activations ({num_tokens:,} tokens)",
-                [each.activation_bytes_per_token * num_tokens for each in columns],
-            ),
-            ("- request rows and workspaces", [each.fixed_bytes for each in columns]),
-            ("- KV cache", [self.kv_bytes] * len(columns)),
-            ("= left over", [left_over] * len(columns)),
+            ("  total", needs.total_bytes),
+            ("- in use before the start", needs.other_bytes),
+            ("- weights", needs.weight_bytes),
+            (f"- activations ({num_tokens:,} tokens)", needs.activation_bytes_per_token * num_tokens),
+            ("- request rows and workspaces", needs.fixed_bytes),
+            ("- KV cache", self.kv_bytes),
+            ("= left over", self.left_bytes - self.kv_bytes),
         ]
 
 

@@ -42,16 +42,18 @@ T = TypeVar("T")
 class RequestStream(AsyncIterator[RequestOutput]):
     """The answer to one request as it grows.
 
-    Iterating gives cumulative `RequestOutput`s with what is new since the last one in their `*_diff` fields; a slow
-    reader gets fewer, larger ones. The request is submitted by the first `__anext__` or `final()`. Closing the stream,
-    or dropping the last reference to it, aborts the request; cancelling one `__anext__` doesn't.
+    Iterating gives cumulative `RequestOutput`s with what is new since the last one in their `*_diff` fields (with
+    `cumulative=False` nothing else, up to the last, which is whole); a slow reader gets fewer, larger ones. The request
+    is submitted by the first `__anext__` or `final()`. Closing the stream, or dropping the last reference to it, aborts
+    the request; cancelling one `__anext__` doesn't.
 
     Raises, while iterating: EngineDeadError when the engine dies, EngineError when this request fails inside it.
     """
 
-    def __init__(self, llm: "AsyncLLM", prepared: PreparedRequest) -> None:
+    def __init__(self, llm: "AsyncLLM", prepared: PreparedRequest, cumulative: bool = True) -> None:
         self._llm = llm
         self._prepared = prepared
+        self._cumulative = cumulative
         self._state: RequestState | None = None
         self._closed = False
         self._last: RequestOutput | None = None
@@ -60,6 +62,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def request_id(self) -> str:
         """The id that `AsyncLLM.abort` takes and every output carries."""
         return self._prepared.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as the engine runs it."""
+        return self._prepared.prompt_token_ids
 
     @property
     def is_read(self) -> bool:
@@ -78,7 +85,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.submit()
         state = self._state
         while state is not None and not self._closed:
-            output = state.take()
+            output = state.take(self._cumulative)
             if output is not None:
                 self._last = output
                 return output
@@ -200,6 +207,8 @@ class AsyncLLM:
                 launch.cancel()
                 await asyncio.wait([launch])
                 raise
+        if self._tokenizer is not None:
+            self._tokenizer.limit_text(client.info.max_seq_len)
         self._inputs = InputProcessor(
             model,
             client.info.max_seq_len,
@@ -238,6 +247,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        cumulative: bool = True,
     ) -> RequestStream:
         """Validate a request and return the stream of its outputs; it is submitted when first read.
 
@@ -250,6 +260,7 @@ class AsyncLLM:
             request_id: name for logs and `abort`; made up when absent; must not be in use.
             priority: 0 to 100, larger first; overrides `sampling_params.priority`.
             cache_salt: requests share cached prefixes only with requests of the same salt.
+            cumulative: False: outputs on the way hold only what is new, which costs a long answer less.
 
         Raises:
             RequestError: an empty prompt, token ids out of the vocabulary, a bad setting.
@@ -266,7 +277,7 @@ class AsyncLLM:
         prepared = self._inputs.prepare(
             prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
-        return RequestStream(self, prepared)
+        return RequestStream(self, prepared, cumulative)
 
     def render_chat(
         self,

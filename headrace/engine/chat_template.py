@@ -111,7 +111,7 @@ class ChatTemplate:
 def _plain(message: Message, knows_developer: bool) -> dict[str, Any]:
     """A message as templates expect it: text content, known role, parsed arguments."""
     plain = dict(message)
-    plain["content"] = _text(plain.get("content"))
+    plain["content"] = content_text(plain.get("content"))
     if plain.get("role") == "developer" and not knows_developer:
         plain["role"] = "system"
     if plain.get("tool_calls"):
@@ -119,7 +119,8 @@ def _plain(message: Message, knows_developer: bool) -> dict[str, Any]:
     return plain
 
 
-def _text(content: Any) -> Any:
+def content_text(content: Any) -> Any:
+    """The content of a message with its text parts joined; other kinds of parts are a RequestError."""
     if content is None:
         return ""
     if not isinstance(content, (list, tuple)):
@@ -129,7 +130,7 @@ def _text(content: Any) -> Any:
         if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text", "refusal"):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(f"This model takes text only; a message has a part of type {kind!r}.", param="messages")
-        texts.append(str(part.get("text") or part.get("refusal") or ""))
+        texts.append(str(part.get("refusal" if part["type"] == "refusal" else "text") or ""))
     return "\n".join(texts)
 
 

@@ -239,7 +239,8 @@ class CoreLoop:
         try:
             self._socket.send_multipart([identity, encode(messages)])
         except zmq.ZMQError as error:
-            logger.warning("A front end is gone (%s); its requests are freed.", error)
+            # Usual at the end: a front end that stops does not wait for what is still on its way to it.
+            logger.debug("A front end is gone (%s); its requests are freed.", error)
             self._forget(identity)
 
     def _forget(self, identity: bytes) -> None:

@@ -233,6 +233,9 @@ class LLM:
                     waiting.append(self._submit(streams[-rest:], bar))
                 return [output for group in waiting for output in group.result()]
             except BaseException:
+                # The groups first, so that none is told of an end that nobody waits for any more.
+                for group in waiting:
+                    group.cancel()
                 if not self._loop.is_closed():
                     for stream in streams:
                         self._loop.call_soon_threadsafe(stream.close)

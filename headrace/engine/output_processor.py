@@ -69,8 +69,8 @@ class ChoiceState:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
-    def take(self) -> CompletionOutput:
-        """The choice so far, and what is new since the last call."""
+    def take(self, whole: bool = True) -> CompletionOutput:
+        """What is new since the last call and, with `whole`, the choice so far (a copy: as long as the answer)."""
         if self.finish_reason is None:
             self._decode_pending(len(self._token_ids))
         held = 0 if self._matcher is None or self.finish_reason is not None else self._matcher.num_held
@@ -79,10 +79,10 @@ class ChoiceState:
         self._num_given_tokens, self._num_given_letters = len(self._token_ids), num_letters
         return CompletionOutput(
             index=self._index,
-            text=self._text[:num_letters],
-            token_ids=self._token_ids.copy(),
+            text=self._text[:num_letters] if whole else "",
+            token_ids=self._token_ids.copy() if whole else [],
             cumulative_logprob=self._cumulative,
-            logprobs=None if self._logprobs is None else self._logprobs.copy(),
+            logprobs=self._logprobs.copy() if whole and self._logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             text_diff=self._text[old_letters:num_letters],
@@ -168,8 +168,8 @@ class RequestState:
         """Until the end."""
         await self._end.wait()
 
-    def take(self) -> RequestOutput | None:
-        """The answers so far; None where nothing is new.
+    def take(self, cumulative: bool = True) -> RequestOutput | None:
+        """What is new, and the answers so far: at the end, and on the way if `cumulative`. None where nothing is new.
 
         Raises:
             HeadraceError: the request failed.
@@ -185,7 +185,7 @@ class RequestState:
             request_id=self.prepared.request_id,
             prompt=self.prepared.prompt,
             prompt_token_ids=self.prepared.prompt_token_ids,
-            outputs=[choice.take() for choice in self.choices],
+            outputs=[choice.take(cumulative or self.is_finished) for choice in self.choices],
             prompt_logprobs=self._prompt_logprobs,
             finished=self.is_finished,
             num_cached_tokens=self._num_cached_tokens,

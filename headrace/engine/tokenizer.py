@@ -13,7 +13,7 @@ from headrace.config.llm_args import LlmArgs
 from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.detokenizer import Detokenizer, TokenTable
 from headrace.engine.tokenizer_build import add_ends, from_gguf, from_sentencepiece
-from headrace.errors import ModelLoadError, RequestError
+from headrace.errors import ContextLengthError, ModelLoadError, RequestError
 from headrace.utils.gguf_meta import read_gguf_meta
 from headrace.utils.hub import ModelSource, resolve_model
 
@@ -44,6 +44,16 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self.pad_token_id = self._id_of("pad_token")
+        self._max_text_len: int | None = None
+        self._max_seq_len = 0
+
+    def limit_text(self, max_seq_len: int) -> None:
+        """From now on refuse texts that must have over `max_seq_len` tokens before the work of tokenizing them.
+
+        No token stands for more characters than the longest one.
+        """
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        self._max_seq_len, self._max_text_len = max_seq_len, longest * max_seq_len
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -66,7 +76,14 @@ class Tokenizer:
 
         Raises:
             RequestError: what Python takes for a string and Unicode does not (half a surrogate pair).
+            ContextLengthError: a text far too long for the model; see `limit_text`.
         """
+        if self._max_text_len is not None and len(text) > self._max_text_len:
+            raise ContextLengthError(
+                f"The text has {len(text)} characters, which are more than {self._max_seq_len} tokens (max_seq_len) "
+                f"can hold; shorten it to {self._max_text_len} characters at most.",
+                param="prompt",
+            )
         try:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:

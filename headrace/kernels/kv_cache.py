@@ -15,14 +15,15 @@ def copy_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
         arena = torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])).to(device, dtype)
         pairs = torch.tensor([[0, 5], [3, 2], [-1, 7]], device=device)
         yield Case(f"{shape[1]}x{shape[-1]}", (arena, pairs), 4 * arena[0].nbytes)
+        yield Case(f"{shape[1]}x{shape[-1]} int32", (arena.clone(), pairs.int()), 4 * arena[0].nbytes)
 
 
 @op(cases=copy_cases)
 def copy_blocks(arena: Tensor, pairs: Tensor) -> Tensor:
     """Copy blocks, all layers of each, and return the arena.
 
-    arena: [num_blocks, ...], contiguous. pairs: int64 [n, 2], (source, destination); a source of -1 does nothing. No
-    destination is a source or a destination twice.
+    arena: [num_blocks, ...], contiguous. pairs: int32 or int64 [n, 2], (source, destination); a source of -1 does
+    nothing. No destination is a source or a destination twice.
     """
     pairs = pairs[pairs[:, 0] >= 0]
     arena[pairs[:, 1]] = arena[pairs[:, 0]]

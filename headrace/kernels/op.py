@@ -13,6 +13,7 @@ more than torch.
 """
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +108,8 @@ def op(cases: Cases | None = None, rtol: float = 1e-5, atol: float = 1e-5) -> Ca
 
 
 def on_cuda(device_type: str) -> bool:
-    """For `Op.impl`: wherever there is a GPU."""
-    return device_type == "cuda"
+    """For `Op.impl`: wherever there is a GPU, and Triton for it."""
+    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def on_cpu(device_type: str) -> bool:

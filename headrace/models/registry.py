@@ -3,11 +3,11 @@
 
 import importlib
 
-from headrace.config.explain import nearest
 from headrace.config.model import ModelConfig
 from headrace.errors import ModelLoadError
 from headrace.layers.build import BuildContext
 from headrace.models.base import CausalLM
+from headrace.utils.spelling import nearest
 
 MODELS: dict[str, str] = {
     "Gemma3ForCausalLM": "headrace.models.gemma3:Gemma3ForCausalLM",

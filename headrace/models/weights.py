@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headrace.config.model import ModelConfig
 from headrace.errors import ModelLoadError
 from headrace.layers.build import LoadableLayer
 from headrace.models.base import CausalLM
@@ -143,7 +142,7 @@ class DummyStream:
         return iter(())
 
 
-def open_checkpoint(source: ModelSource, cfg: ModelConfig, load_format: str) -> WeightStream:
+def open_checkpoint(source: ModelSource, load_format: str) -> WeightStream:
     """The weights of a model. load_format: "auto", or "dummy" for random ones. Raises ModelLoadError."""
     if load_format == "dummy":
         return DummyStream()

@@ -12,6 +12,9 @@ from headrace.config.server import ServerConfig
 from headrace.engine.async_llm import AsyncLLM
 from headrace.errors import EngineDeadError, EngineOverloadedError, HeadraceError, ModelNotFoundError
 
+SEQUENCES = "headrace.num_sequences"
+"""Where a request's ASGI scope says how many sequences it generates."""
+
 Phase = Literal["loading", "serving", "draining", "dead"]
 
 
@@ -24,12 +27,15 @@ class DrainingError(EngineOverloadedError):
 
 
 class Lifecycle:
-    """The phase of the server's life, and how many requests it works on. Belongs to the event loop."""
+    """The phase of the server's life, and how much it works on. Belongs to the event loop."""
 
     def __init__(self, phase: Phase = "serving") -> None:
         self.phase: Phase = phase
         self.reason = ""
         self.num_requests = 0
+        """HTTP requests, of whatever kind."""
+        self.num_sequences = 0
+        """Choices that these generate, each until its request ends."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -37,8 +43,10 @@ class Lifecycle:
         self.num_requests += 1
         self._idle.clear()
 
-    def leave(self) -> None:
+    def leave(self, num_sequences: int) -> None:
+        """A request ends, and with it the sequences it had."""
         self.num_requests -= 1
+        self.num_sequences -= num_sequences
         if self.num_requests == 0:
             self._idle.set()
 
@@ -103,15 +111,17 @@ class ServerContext:
             refusal = EngineDeadError(f"The engine is gone: {self.llm.dead_reason}")
         return refusal
 
-    def refusal(self) -> HeadraceError | None:
-        """Why a request is not taken now: as `health`, or a full queue."""
-        refusal = self.health()
-        if refusal is not None:
-            return refusal
-        waiting = self.config.max_waiting_requests
-        if waiting is not None and self.lifecycle.num_requests >= self.llm.info.max_batch_size + waiting:
-            return EngineOverloadedError(f"The queue is full ({waiting} requests wait); try again in a moment.")
-        return None
+    def admit(self, request: Request, num_sequences: int) -> None:
+        """Count the sequences that a request is about to generate; `AdmissionMiddleware` takes them off again.
+
+        Raises:
+            EngineOverloadedError: the queue is full. A request that finds room is taken whole.
+        """
+        lifecycle, waiting = self.lifecycle, self.config.max_waiting_requests
+        if waiting is not None and lifecycle.num_sequences >= self.llm.info.max_batch_size + waiting:
+            raise EngineOverloadedError(f"The queue is full ({waiting} sequences wait); try again in a moment.")
+        lifecycle.num_sequences += num_sequences
+        request.scope[SEQUENCES] = num_sequences
 
 
 def context_of(request: Request) -> ServerContext:

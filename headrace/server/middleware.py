@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import BodyTooLargeError, HeadraceError
 from headrace.logger import get_logger
-from headrace.server.context import ServerContext
+from headrace.server.context import SEQUENCES, ServerContext
 from headrace.server.openai.protocol.errors import (
     AuthenticationError,
     InvalidJsonError,
@@ -114,7 +114,7 @@ def _matches(scope: Scope, keys: Iterable[bytes]) -> bool:
 
 
 class AdmissionMiddleware:
-    """Takes requests only while the server serves, and counts them so that it can drain."""
+    """Takes requests only while the server serves, and counts them and their sequences so that it can drain."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app = app
@@ -124,7 +124,7 @@ class AdmissionMiddleware:
         if scope["type"] != "http" or scope["path"] in PHASELESS_PATHS:
             await self._app(scope, receive, send)
             return
-        refusal = self._context.refusal()
+        refusal = self._context.health()
         if refusal is not None:
             await send_error(send, refusal)
             return
@@ -133,7 +133,7 @@ class AdmissionMiddleware:
         try:
             await self._app(scope, receive, send)
         finally:
-            lifecycle.leave()
+            lifecycle.leave(scope.get(SEQUENCES, 0))
 
 
 class BodyMiddleware:

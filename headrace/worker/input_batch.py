@@ -76,6 +76,25 @@ class PromptChunk:
 
 
 @dataclass(slots=True)
+class StagedStep:
+    """What `InputBatch.stage` counted, and where in the step's words it put the step's lists."""
+
+    num_tokens: int
+    num_rows: int
+    num_decode_rows: int
+    max_query_len: int
+    max_seq_len: int
+    rows: slice
+    starts: slice
+    logits: slice | None
+    """None where every token's hidden state is one the head needs."""
+    sampling_rows: slice | None
+    """None where no row samples."""
+    sampling: SamplingRows | None
+    prompt_chunks: list[PromptChunk]
+
+
+@dataclass(slots=True)
 class StepBatch:
     """A step as the model and the sampler see it."""
 
@@ -92,13 +111,16 @@ class StepBatch:
     prompt_chunks: list[PromptChunk]
 
 
+def plain_rows(places: list[int], rows: list[int]) -> SamplingRows:
+    """Sampling rows that all need an argmax and nothing else."""
+    everything = Subset(list(range(len(places))), rows, True)
+    return SamplingRows(places, everything, None, None, None, None, None, 0, 0, False, 0, 0, 0)
+
+
 def sampling_rows(
-    scheduled: Sequence[ScheduledRow], settings: Sequence[RowSettings | None], vocab_size: int
-) -> SamplingRows | None:
-    """Sort a step's sampling rows by the work they need; None where no row samples."""
-    places = [place for place, row in enumerate(scheduled) if row.samples]
-    if not places:
-        return None
+    scheduled: Sequence[ScheduledRow], places: list[int], settings: Sequence[RowSettings | None], vocab_size: int
+) -> SamplingRows:
+    """Sort a step's sampling rows by the work they need. places: which of `scheduled` sample."""
     picked = [(scheduled[place].row, _known(settings, scheduled[place].row)) for place in places]
 
     def subset(wants: Callable[[RowSettings], Any]) -> Subset | None:
@@ -108,10 +130,6 @@ def sampling_rows(
         return Subset([place for place, _ in some], [row for _, row in some], len(some) == len(places))
 
     everything = Subset(list(range(len(places))), [row for row, _ in picked], True)
-    logprobs = subset(lambda has: has.logprobs is not None)
-    num_top = max((has.logprobs or 0 for _, has in picked), default=0)
-    if all(has.is_plain for _, has in picked):
-        return SamplingRows(places, everything, None, None, None, None, logprobs, 0, 0, False, 0, 0, num_top)
     noisy = [has for _, has in picked if not has.is_greedy]
     if any(has.has_top_p and not has.top_k for has in noisy):
         num_candidates = vocab_size
@@ -124,13 +142,13 @@ def sampling_rows(
         biased=subset(lambda has: has.num_bias),
         banned=subset(lambda has: has.num_banned),
         random=subset(lambda has: not has.is_greedy),
-        logprobs=logprobs,
+        logprobs=subset(lambda has: has.logprobs is not None),
         max_len=max(scheduled[place].start + scheduled[place].num_tokens for place in places),
         num_candidates=num_candidates,
         has_filters=num_candidates > 0 or any(has.has_min_p for has in noisy),
         ban_width=max(has.num_banned for _, has in picked),
         bias_width=max(has.num_bias for _, has in picked),
-        num_top=num_top,
+        num_top=max(has.logprobs or 0 for _, has in picked),
     )
 
 
@@ -171,37 +189,71 @@ class InputBatch:
         self._tables = [torch.zeros_like(table) for table in state.block_tables]
         self._gather_tokens = gather_tokens.choose(device.type)
         self._gather_blocks = gather_blocks.choose(device.type)
-        self._where: dict[str, slice] = {}
 
-    def stage(self, plan: SchedulerOutput, words: StepWords) -> SamplingRows | None:
+    def stage(self, plan: SchedulerOutput, words: StepWords) -> StagedStep:
         """Stage the lists of a step: rows, query starts, rows of the logits, and each subset of the sampling rows."""
-        scheduled = plan.scheduled
-        starts = [0]
-        for row in scheduled:
-            starts.append(starts[-1] + row.num_tokens)
-        sampling = sampling_rows(scheduled, self._state.settings, self._vocab_size)
-        self._where = {
-            "rows": words.read(row.row for row in scheduled),
-            "starts": words.read(starts),
-        }
-        if sampling is None:
-            return None
-        if len(sampling.places) < starts[-1]:
-            self._where["logits"] = words.read(starts[place + 1] - 1 for place in sampling.places)
-        for subset in _subsets(sampling):
-            if subset is sampling.rows or not subset.is_all:
-                subset.where = words.read(subset.places), words.read(subset.rows)
-        return sampling
+        scheduled, state = plan.scheduled, self._state
+        rows: list[int] = []
+        starts, places, last_tokens = [0], list[int](), list[int]()
+        num_tokens = num_decode_rows = max_query_len = max_seq_len = 0
+        for place, row in enumerate(scheduled):
+            count = row.num_tokens
+            num_tokens += count
+            rows.append(row.row)
+            starts.append(num_tokens)
+            if row.samples:
+                places.append(place)
+                last_tokens.append(num_tokens - 1)
+            if count == 1:
+                num_decode_rows += 1
+            if count > max_query_len:
+                max_query_len = count
+            if row.start + count > max_seq_len:
+                max_seq_len = row.start + count
+        staged = StagedStep(
+            num_tokens=num_tokens,
+            num_rows=len(rows),
+            num_decode_rows=num_decode_rows,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            rows=words.read(rows),
+            starts=words.read(starts),
+            logits=words.read(last_tokens) if places and len(places) < num_tokens else None,
+            sampling_rows=None,
+            sampling=None,
+            prompt_chunks=prompt_chunks(scheduled, state.settings) if state.num_prompt_scored else [],
+        )
+        if places:
+            self._stage_sampling(staged, scheduled, rows, places, words)
+        return staged
 
-    def gather(self, plan: SchedulerOutput, words: StepWords, sampling: SamplingRows | None) -> StepBatch:
+    def _stage_sampling(
+        self,
+        staged: StagedStep,
+        scheduled: Sequence[ScheduledRow],
+        rows: list[int],
+        places: list[int],
+        words: StepWords,
+    ) -> None:
+        """The sampling rows and their subsets. A list that is the step's rows, or all sampling rows, is sent once."""
+        state = self._state
+        is_every_row = len(places) == len(rows)
+        if state.num_not_plain:
+            sampling = sampling_rows(scheduled, places, state.settings, self._vocab_size)
+        else:
+            sampling = plain_rows(places, rows if is_every_row else [rows[place] for place in places])
+        staged.sampling = sampling
+        staged.sampling_rows = staged.rows if is_every_row else words.read(sampling.rows.rows)
+        for subset in _subsets(sampling):
+            if not subset.is_all:
+                subset.where = words.read(subset.places), words.read(subset.rows)
+
+    def gather(self, words: StepWords, staged: StagedStep) -> StepBatch:
         """Fill the buffers for a step whose words have been sent."""
-        scheduled = plan.scheduled
-        num_rows, num_tokens = len(scheduled), plan.num_tokens
-        max_query_len = max(row.num_tokens for row in scheduled)
-        max_seq_len = max(row.start + row.num_tokens for row in scheduled)
-        rows = words.view(self._where["rows"])
+        num_rows, num_tokens, max_query_len = staged.num_rows, staged.num_tokens, staged.max_query_len
+        rows = words.view(staged.rows)
         starts = self._query_start_loc[: num_rows + 1]
-        starts.copy_(words.view(self._where["starts"]))
+        starts.copy_(words.view(staged.starts))
         input_ids, positions = self._input_ids[:num_tokens], self._positions[:num_tokens]
         seq_lens = self._seq_lens[:num_rows]
         state, per_block = self._state, self._tokens_per_block
@@ -209,7 +261,7 @@ class InputBatch:
             rows, starts, state.num_computed_tokens, state.token_ids, num_tokens, max_query_len, input_ids, positions,
             seq_lens,
         )  # fmt: skip
-        width = cdiv(max_seq_len, per_block)
+        width = cdiv(staged.max_seq_len, per_block)
         tables, slots = [], []
         for group, table in enumerate(state.block_tables):
             tables.append(self._tables[group][:num_rows, : min(width, table.shape[1])])
@@ -220,35 +272,41 @@ class InputBatch:
         metadata = AttentionMetadata(
             num_tokens=num_tokens,
             num_rows=num_rows,
-            num_decode_rows=sum(row.num_tokens == 1 for row in scheduled),
+            num_decode_rows=staged.num_decode_rows,
             max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+            max_seq_len=staged.max_seq_len,
             query_start_loc=starts,
             seq_lens=seq_lens,
             positions=positions,
             block_tables=tuple(tables),
             slot_mapping=tuple(slots),
         )
-        logits_index = None
-        if sampling is not None:
-            if len(sampling.places) < num_tokens:
-                logits_index = words.view(self._where["logits"])
-            _bind(sampling, words)
-        chunks = prompt_chunks(scheduled, state.settings)
-        return StepBatch(num_tokens, num_rows, input_ids, positions, metadata, rows, logits_index, sampling, chunks)
+        if staged.sampling is not None and staged.sampling_rows is not None:
+            _bind(staged.sampling, words.view(staged.sampling_rows), words)
+        return StepBatch(
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            input_ids=input_ids,
+            positions=positions,
+            metadata=metadata,
+            rows=rows,
+            logits_index=None if staged.logits is None else words.view(staged.logits),
+            sampling=staged.sampling,
+            prompt_chunks=staged.prompt_chunks,
+        )
 
 
 def _subsets(sampling: SamplingRows) -> list[Subset]:
-    """Every subset there is; the whole first."""
+    """The subsets that there are."""
     some = (sampling.penalised, sampling.biased, sampling.banned, sampling.random, sampling.logprobs)
-    return [sampling.rows, *(subset for subset in some if subset is not None)]
+    return [subset for subset in some if subset is not None]
 
 
-def _bind(sampling: SamplingRows, words: StepWords) -> None:
-    """Give the subsets their tensors."""
+def _bind(sampling: SamplingRows, rows: Tensor, words: StepWords) -> None:
+    """Give the subsets their tensors. rows: all sampling rows."""
+    sampling.rows.row_index = rows
     for subset in _subsets(sampling):
-        if subset.where is not None:
-            subset.row_index = words.view(subset.where[1])
-            subset.place_index = None if subset.is_all else words.view(subset.where[0])
+        if subset.where is None:
+            subset.row_index = rows
         else:
-            subset.row_index = sampling.rows.row_index
+            subset.place_index, subset.row_index = words.view(subset.where[0]), words.view(subset.where[1])

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import torch
 
 from headrace.attention.reference import MAX_COPY_BYTES
+from headrace.config.dtype import BYTES
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup
 from headrace.core.ledger import MemoryLedger, MemoryNeeds, MemoryWish, plan_memory
 from headrace.utils.machine import available_memory
+from headrace.utils.math import cdiv
 
 MODEST_CPU_TOKENS = 65_536
 """KV tokens that a CPU worker takes unasked, if a quarter of the free memory holds them."""
@@ -49,7 +51,7 @@ def share_host(config: ResolvedConfig, groups: Sequence[KvGroup]) -> MemoryLedge
         fixed_bytes=MAX_COPY_BYTES * config.model.num_layers,
         device="the host (free after the weights)",
     )
-    return plan_memory(needs, _wish(config, tokens))
+    return plan_memory(needs, _wish(config, per_block, tokens))
 
 
 def share_gpu(
@@ -58,23 +60,27 @@ def share_gpu(
     """All of a GPU but what was measured and the reserve. In bytes: in use before the start, of the weights, of the
     rows and buffers, and the peak of the largest step."""
     _, total = torch.cuda.mem_get_info()
+    per_block = sum(group.bytes_per_block(config.tokens_per_block) for group in groups)
     needs = MemoryNeeds(
         total_bytes=total,
         weight_bytes=weights,
-        activation_bytes_per_token=-(-peak // config.max_num_tokens),
-        kv_bytes_per_block=sum(group.bytes_per_block(config.tokens_per_block) for group in groups),
+        activation_bytes_per_token=cdiv(peak, config.max_num_tokens),
+        kv_bytes_per_block=per_block,
         tokens_per_block=config.tokens_per_block,
         fixed_bytes=fixed,
         other_bytes=in_use,
         device=torch.cuda.get_device_name(),
     )
-    return plan_memory(needs, _wish(config, config.args.kv_cache_config.max_tokens))
+    return plan_memory(needs, _wish(config, per_block, config.args.kv_cache_config.max_tokens))
 
 
-def _wish(config: ResolvedConfig, max_kv_tokens: int | None) -> MemoryWish:
+def _wish(config: ResolvedConfig, kv_bytes_per_block: int, max_kv_tokens: int | None) -> MemoryWish:
     settings = config.args.kv_cache_config
     fraction = settings.free_gpu_memory_fraction
     explicit = config.args.max_seq_len
+    smaller = {}
+    if BYTES["bfloat16"] < BYTES[config.kv_dtype]:
+        smaller["bfloat16"] = kv_bytes_per_block * BYTES["bfloat16"] // BYTES[config.kv_dtype]
     return MemoryWish(
         max_seq_len=None if explicit == "auto" else explicit,
         model_max_seq_len=config.max_seq_len,
@@ -83,4 +89,5 @@ def _wish(config: ResolvedConfig, max_kv_tokens: int | None) -> MemoryWish:
         free_memory_fraction=None if fraction == "auto" else fraction,
         max_kv_tokens=max_kv_tokens,
         kv_dtype=config.kv_dtype,
+        kv_bytes_per_block_by_dtype=smaller,
     )

@@ -18,7 +18,7 @@ from headrace.worker.input_batch import InputBatch, PromptChunk, StepBatch
 from headrace.worker.kv_cache import KVArenas
 from headrace.worker.request_state import RequestState, RowSettings
 from headrace.worker.sampler import Sampler
-from headrace.worker.step_result import LogprobColumns, StepResult, to_host
+from headrace.worker.step_result import LogprobColumns, StepResult, TokenBuffers
 from headrace.worker.upload import StepWords, Uploader
 
 MAX_PROMPT_LOGITS_BYTES = 64 << 20
@@ -64,6 +64,7 @@ class ModelRunner:
         self._uploader = Uploader(state.words)
         self._batch = InputBatch(state, max_num_tokens, tokens_per_block, vocab_size)
         self._sampler = Sampler(state)
+        self._token_buffers = TokenBuffers(state.records.shape[0])
         self._commit: Callable[..., object] = commit_step.choose(device_type)
         self._copy_blocks: Callable[..., object] = copy_blocks.choose(device_type)
         self._prompt_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] = gather_logprobs.choose(device_type)
@@ -93,16 +94,16 @@ class ModelRunner:
     def _forward(self, plan: SchedulerOutput) -> None:
         words = StepWords()
         self._state.stage(plan, words)
-        sampling = self._batch.stage(plan, words)
+        staged = self._batch.stage(plan, words)
+        copies = _stage_copies(plan, words)
         self._uploader.send(words)
         if self._clear_new_blocks:
             self._clear(plan)
-        for group, source, destination in plan.cache_plan.device_copies:
-            arena = self._arenas.groups[group]
-            self._copy_blocks(arena, torch.tensor([[source, destination]], device=arena.device))
+        for group, pairs in copies.items():
+            self._copy_blocks(self._arenas.groups[group], words.view(pairs).view(-1, 2))
         if not plan.scheduled:
             return
-        step = self._step = self._batch.gather(plan, words, sampling)
+        step = self._step = self._batch.gather(words, staged)
         hidden_states = self._run_body(step)
         for chunk in step.prompt_chunks:
             self._result.prompt_logprobs.append((chunk, self._score_prompt(hidden_states, chunk)))
@@ -139,10 +140,11 @@ class ModelRunner:
         if step is None:
             return
         settings = self._state.settings
-        for place, row in enumerate(plan.scheduled):
-            has = settings[row.row]
-            if has is not None and has.error is not None:
-                result.row_errors[place] = has.error
+        if self._state.num_failed:
+            for place, row in enumerate(plan.scheduled):
+                has = settings[row.row]
+                if has is not None and has.error is not None:
+                    result.row_errors[place] = has.error
         sampling = step.sampling
         starts = step.metadata.query_start_loc
         if sampling is None or self._logits is None:
@@ -152,7 +154,7 @@ class ModelRunner:
             assert sampling.rows.row_index is not None
             self._commit_step(step, starts, sampling.rows.row_index, sampled.token_ids)
             result.sampling = sampling
-            result.token_ids = to_host(sampled.token_ids)
+            result.token_ids = self._token_buffers.to_host(sampled.token_ids)
             if sampled.logprobs is not None and sampling.logprobs is not None:
                 result.logprobs = LogprobColumns.of(sampled.logprobs)
                 result.num_top = [_num_top(settings[row]) for row in sampling.logprobs.rows]
@@ -186,6 +188,16 @@ class ModelRunner:
                 torch.cuda.synchronize()
             except RuntimeError:
                 self._result.is_device_lost = True
+
+
+def _stage_copies(plan: SchedulerOutput, words: StepWords) -> dict[int, slice]:
+    """Stage a plan's block copies: where each group's (source, destination) pairs are in the step's words."""
+    pairs: dict[int, list[int]] = {}
+    for group, source, destination in plan.cache_plan.device_copies:
+        flat = pairs.setdefault(group, [])
+        assert destination not in flat and source not in flat[1::2], "copies of one plan do not depend on each other"
+        flat += (source, destination)
+    return {group: words.read(flat) for group, flat in pairs.items()}
 
 
 def _num_top(settings: RowSettings | None) -> int:

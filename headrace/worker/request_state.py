@@ -54,7 +54,8 @@ class RowSettings:
     @property
     def is_plain(self) -> bool:
         """Argmax and nothing else."""
-        return self.is_greedy and not (self.has_penalties or self.num_banned or self.num_bias)
+        is_edited = self.has_penalties or self.num_banned or self.num_bias
+        return self.is_greedy and not is_edited and self.logprobs is None
 
 
 def settings_of(admitted: AdmittedRequest) -> RowSettings:
@@ -114,12 +115,15 @@ class RequestState:
         self.banned_ids.fill_(-1)
         self.bias_ids.fill_(-1)
         self.settings: list[RowSettings | None] = [None] * num_rows
+        self.num_not_plain = self.num_prompt_scored = self.num_failed = 0
+        """Rows held whose settings are not plain, want prompt log-probabilities, are in error: what a step without any
+        need not look for."""
         self._ban_width = self._bias_width = 0
 
     def stage(self, plan: SchedulerOutput, words: StepWords) -> None:
         """Stage what a plan changes, in its order: rows freed, requests admitted, blocks appended."""
         for row in plan.freed_rows:
-            self.settings[row] = None
+            self._settle(row, None)
         for admitted in plan.admitted:
             self._stage_admitted(admitted, words)
         for append in plan.appended_blocks:
@@ -127,7 +131,7 @@ class RequestState:
 
     def _stage_admitted(self, admitted: AdmittedRequest, words: StepWords) -> None:
         row, spec, settings = admitted.row, admitted.sampling, settings_of(admitted)
-        self.settings[row] = settings
+        self._settle(row, settings)
         for group, block_ids in enumerate(admitted.block_ids):
             self._write(words, 2 + group, row, block_ids)
         self._write(words, 0, row, _record(admitted, spec))
@@ -139,6 +143,15 @@ class RequestState:
             self._bias_width = max(self._bias_width, settings.num_bias)
             self._write(words, -2, row, _padded(list(spec.logit_bias), self._bias_width))
             self._write(words, -1, row, array("i", array("f", spec.logit_bias.values()).tobytes()))
+
+    def _settle(self, row: int, settings: RowSettings | None) -> None:
+        """Change the host's half of a row, and the counts with it."""
+        for has, sign in ((self.settings[row], -1), (settings, 1)):
+            if has is not None:
+                self.num_not_plain += sign * (not has.is_plain)
+                self.num_prompt_scored += sign * (has.prompt_logprobs is not None)
+                self.num_failed += sign * (has.error is not None)
+        self.settings[row] = settings
 
     def _write(self, words: StepWords, region: int, row: int, values: Sequence[int], start: int = 0) -> None:
         size = self._sizes[region]

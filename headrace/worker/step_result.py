@@ -24,6 +24,40 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+class HostTokens:
+    """One step's sampled tokens on the host, in a buffer lent to it until they have been read."""
+
+    def __init__(self, tensor: Tensor, buffer: Tensor | None = None, home: list[Tensor] | None = None) -> None:
+        self._tensor = tensor
+        self._buffer = buffer
+        self._home = home
+
+    def read(self) -> list[int]:
+        """The tokens, once the device has come that far. The buffer goes back: this is done once."""
+        tokens: list[int] = self._tensor.tolist()
+        if self._home is not None and self._buffer is not None:
+            self._home.append(self._buffer)
+            self._buffer = None
+        return tokens
+
+
+class TokenBuffers:
+    """Pinned buffers that steps take in turn. A result that is read late keeps its own; another is made meanwhile."""
+
+    def __init__(self, num_rows: int) -> None:
+        """num_rows: the most that sample in one step."""
+        self._num_rows = num_rows
+        self._free: list[Tensor] = []
+
+    def to_host(self, token_ids: Tensor) -> HostTokens:
+        """Start the tokens on their way."""
+        if token_ids.device.type == "cpu":
+            return HostTokens(token_ids)
+        buffer = self._free.pop() if self._free else torch.empty(self._num_rows, dtype=torch.int64, pin_memory=True)
+        tensor = buffer[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
+        return HostTokens(tensor, buffer, self._free)
+
+
 @dataclass(slots=True)
 class LogprobColumns:
     """`gather_logprobs` of some rows, on the host."""
@@ -55,7 +89,7 @@ class StepResult:
     row_errors: dict[int, str] = field(default_factory=dict)
     """Index in `scheduled` -> why that row failed."""
     sampling: SamplingRows | None = None
-    token_ids: Tensor | None = None
+    token_ids: HostTokens | None = None
     logprobs: LogprobColumns | None = None
     num_top: list[int] = field(default_factory=list)
     """Per row of `sampling.logprobs`: how many of the top it wants."""
@@ -70,15 +104,19 @@ class PendingOutput:
     def __init__(self, plan: SchedulerOutput, result: "Future[StepResult]") -> None:
         self._plan = plan
         self._result = result
+        self._output: ModelOutput | None = None
 
     def wait(self) -> ModelOutput:
         """Block until the step's tokens are on the host. Raises what made the device unusable, if that happened."""
+        if self._output is not None:
+            return self._output
         result = self._result.result()
         if result.is_device_lost:
             raise RuntimeError(result.error)
         if result.error is None and result.ready is not None:
             result.ready.synchronize()
-        return ModelOutput(self._plan.step_id, _rows(self._plan, result))
+        self._output = ModelOutput(self._plan.step_id, _rows(self._plan, result))
+        return self._output
 
 
 def _rows(plan: SchedulerOutput, result: StepResult) -> list[RowOutput]:
@@ -94,7 +132,7 @@ def _rows(plan: SchedulerOutput, result: StepResult) -> list[RowOutput]:
         scores: dict[int, TokenLogprobs] = {}
         if result.logprobs is not None and sampling.logprobs is not None:
             scores = dict(zip(sampling.logprobs.places, result.logprobs.rows(result.num_top), strict=True))
-        for index, (place, token) in enumerate(zip(sampling.places, result.token_ids.tolist(), strict=True)):
+        for index, (place, token) in enumerate(zip(sampling.places, result.token_ids.read(), strict=True)):
             if token < 0:
                 rows[place] = RowOutput([], error=NOT_FINITE)
             else:

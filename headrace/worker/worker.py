@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from headrace.attention.choose import choose_backend
+from headrace.attention.base import DTYPES
+from headrace.attention.choose import BackendChooser
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup, group_layers
 from headrace.core.ledger import MemoryLedger
@@ -48,6 +49,8 @@ class WorkerInfo:
     """The config's, or less where that was `auto` and the cache holds less."""
     num_groups: int
     """KV groups: block tables per row."""
+    attn_backend: str
+    """What the layers attend with; names, comma-separated, where they differ."""
     ledger: list[str]
     """The memory ledger, a line each."""
     load_s: float
@@ -68,6 +71,8 @@ class Worker:
         self._source = source
         self._device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
         self._queue: LaunchQueue = InlineQueue() if config.device == "cuda" else ThreadQueue(config.num_threads)
+        capability = torch.cuda.get_device_capability(self._device) if config.device == "cuda" else None
+        self._backends = BackendChooser(config.device, config.attn_backend, capability)
         self._runner: ModelRunner | None = None
 
     def start(self, progress: ProgressCallback | None = None) -> WorkerInfo:
@@ -98,7 +103,8 @@ class Worker:
         config, device = self._config, self._device
         in_use = memory.in_use_before(device)
         model = self._build()
-        stream = open_checkpoint(self._source, config.model, config.args.load_format)
+        logger.info("Attention: %s.", self._backends.describe())
+        stream = open_checkpoint(self._source, config.args.load_format)
         load_model_weights(model, stream, progress)
         load_s = time.monotonic() - began
         if device.type == "cpu":
@@ -114,6 +120,7 @@ class Worker:
             kv_bytes_per_token=ledger.kv_bytes_per_token,
             max_seq_len=min(ledger.max_seq_len, config.max_seq_len),
             num_groups=len(groups),
+            attn_backend=",".join(self._backends.chosen),
             ledger=ledger.lines(),
             load_s=load_s,
             start_s=time.monotonic() - began,
@@ -121,7 +128,7 @@ class Worker:
 
     def _build(self) -> CausalLM:
         config, device = self._config, self._device
-        dtype = torch_dtype(config.dtype)
+        dtype = DTYPES[config.dtype]
         quant = partial(
             make_quant_method,
             cfg=config.model,
@@ -134,8 +141,8 @@ class Worker:
             dtype=dtype,
             device=device,
             quant=quant,
-            backend=partial(choose_backend, device_type=device.type, setting=config.attn_backend),
-            kv_dtype=torch_dtype(config.kv_dtype),
+            backend=self._backends,
+            kv_dtype=DTYPES[config.kv_dtype],
             max_positions=config.max_seq_len,
             tokens_per_block=config.tokens_per_block,
         )
@@ -145,7 +152,7 @@ class Worker:
         config, device = self._config, self._device
         max_blocks = cdiv(config.max_seq_len, config.tokens_per_block)
         state = RequestState(config.max_batch_size, config.max_seq_len, [max_blocks] * len(groups), device)
-        arenas = KVArenas(groups, num_blocks, config.tokens_per_block, torch_dtype(config.kv_dtype), device)
+        arenas = KVArenas(groups, num_blocks, config.tokens_per_block, DTYPES[config.kv_dtype], device)
         return ModelRunner(
             model,
             state,
@@ -153,7 +160,7 @@ class Worker:
             config.max_num_tokens,
             config.tokens_per_block,
             config.model.vocab_size,
-            clear_new_blocks=config.attn_backend == "VANILLA",
+            clear_new_blocks=self._backends.reads_unused_slots,
         )
 
     def _share_memory(self, model: CausalLM, groups: list[KvGroup], in_use: int) -> MemoryLedger:
@@ -180,8 +187,3 @@ class Worker:
             profiling.run(
                 runner, profiling.made_up_plan(lengths, spec, num_blocks, num_groups, config.tokens_per_block)
             )
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """`bfloat16` -> torch.bfloat16."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

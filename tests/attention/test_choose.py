@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.attention.base import CAPABILITIES, AttentionNeed
-from headrace.attention.choose import BACKENDS, choose_backend, refusals
+from headrace.attention.choose import BACKENDS, BackendChooser, choose_backend, refusals
 from headrace.errors import ConfigError
 from headrace.kernels.op import bind
 
@@ -43,10 +43,37 @@ def test_auto_that_finds_none_names_each_backend() -> None:
         choose_backend(replace(NEED, num_q_heads=7), "cuda")
 
 
-@pytest.mark.parametrize(("setting", "said"), [("FLASHINFER", "not built yet"), ("FLASH", "unknown")])
-def test_a_backend_that_is_not_there_is_refused_by_name(setting: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"attn_backend {setting} is {said}"):
-        choose_backend(NEED, "cuda", setting)
+def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="attn_backend FLASH is unknown"):
+        choose_backend(NEED, "cuda", "FLASH")
+
+
+@needs_triton
+def test_an_old_gpu_is_served_by_what_can_and_a_named_backend_says_what_it_needs() -> None:
+    assert BackendChooser("cuda", "AUTO", (8, 0))(NEED).name == "TRITON"
+    assert BackendChooser("cuda", "AUTO", (7, 5))(NEED).name == "VANILLA"
+    with pytest.raises(ConfigError, match=r"needs compute capability 8\.0, this GPU has 7\.5\): use AUTO\."):
+        BackendChooser("cuda", "TRITON", (7, 5))(NEED)
+
+
+def test_a_missing_package_is_passed_over_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "TRITON", ("no_such_package", BACKENDS["TRITON"][1]))
+    chooser = BackendChooser("cuda")
+    assert chooser(NEED).name == "VANILLA"
+    assert chooser.describe() == "VANILLA (TRITON: the package no_such_package is not installed)"
+
+
+@needs_triton
+def test_a_models_choices_are_described_once_each_with_every_refusal() -> None:
+    chooser = BackendChooser("cuda", compute_capability=(9, 0))
+    chooser(NEED)
+    assert chooser.describe() == "TRITON"
+    assert not chooser.reads_unused_slots
+    for window in (None, 100, None):
+        chooser(replace(NEED, head_dim=512, window=window))
+    assert chooser.chosen == ("TRITON", "VANILLA")
+    assert chooser.describe() == "TRITON, VANILLA (TRITON: head_dim 512 is over 256)"
+    assert chooser.reads_unused_slots
 
 
 def test_a_window_and_a_softcap_are_refused_only_by_who_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:

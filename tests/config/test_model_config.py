@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint json in every spelling that Transformers 4 and 5 write gives the same facts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,10 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"vocab_size": 0}, "config.json has vocab_size = 0"), ({"rope_scaling": {"type": "strange"}}, "config.json: RoPE scaling 'strange'")],
+    [
+        ({"vocab_size": 0}, "config.json has vocab_size = 0"),
+        ({"rope_scaling": {"type": "strange"}}, "config.json: RoPE scaling 'strange'"),
+    ],
 )
 def test_a_bad_value_names_its_file(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))

@@ -38,7 +38,7 @@ def test_defaults_on_a_cpu() -> None:
     assert (r.device, r.kv_dtype, r.attn_backend, r.max_prefill_tokens, r.num_threads) == (
         "cpu",
         "float32",
-        "VANILLA",
+        "AUTO",
         256,
         4,
     )
@@ -48,7 +48,8 @@ def test_defaults_on_a_cpu() -> None:
 
 def test_defaults_on_a_gpu() -> None:
     r = settle(GPU)
-    assert (r.dtype, r.kv_dtype, r.attn_backend, r.max_prefill_tokens) == ("bfloat16", "bfloat16", "TRITON", 2048)
+    assert (r.dtype, r.kv_dtype, r.attn_backend, r.max_prefill_tokens) == ("bfloat16", "bfloat16", "AUTO", 2048)
+    assert r.origin["attn_backend"].startswith("auto: ")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,11 @@ def layer(source: str, **values: object) -> Layer:
         ({"max_bach_size": 3}, "Unknown setting max_bach_size; the nearest is max_batch_size."),
         ({"max_batch_size": 0}, "max_batch_size = 0 is not valid; it takes a whole number of at least 1."),
         ({"max_seq_len": "x"}, "max_seq_len = x is not valid; it takes auto, or a whole number of at least 1."),
-        ({"seed": -1}, "seed = -1 is not valid; it takes a whole number of at least 0 and below 9223372036854775808."),
+        (
+            {"seed": -1},
+            "seed = -1 is not valid; it takes a whole number of at least 0 and below 9223372036854775808, or nothing "
+            "(null).",
+        ),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size (2) is not built yet"),
         ({"max_num_tokens": 4}, "max_num_tokens (4) must be at least max_batch_size (256)"),
         ({"enable_lora": True}, "enable_lora = True is not supported yet; leave it out."),

@@ -18,7 +18,7 @@ def test_sliding_layers_share_the_full_group_until_windows_are_split() -> None:
 
 
 def test_unequal_shapes_or_dtypes_do_not_share() -> None:
-    fp8 = KvSpec(num_kv_heads=8, head_dim=128, dtype="float8_e4m3fn")
+    fp8 = KvSpec(num_kv_heads=8, head_dim=128, dtype="fp8")
     groups = group_layers([FULL, WIDE, fp8, FULL])
     assert group_of_layers(groups) == [0, 1, 2, 0]
 

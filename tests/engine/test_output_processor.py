@@ -160,6 +160,24 @@ def test_a_failed_choice_fails_the_request_and_aborts_the_others(tokenizer: Toke
         harness.state.take()
 
 
+def test_without_cumulative_only_the_last_output_is_whole(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer, logprobs=0)
+
+    def take(text: bytes, finish: str | None = None) -> CompletionOutput:
+        harness.feed(list(text), finish, logprobs=[TokenLogprobs([i], [-1.0], [1]) for i in text])
+        output = harness.state.take(cumulative=False)
+        assert output is not None
+        return output.outputs[0]
+
+    for text in (b"ab", b"c"):
+        part = take(text)
+        assert (part.text, part.token_ids, part.logprobs) == ("", [], None)
+        assert (part.text_diff, part.token_ids_diff) == (text.decode(), list(text)) and part.logprobs_diff is not None
+    last = take(b"d", "length")
+    assert (last.text, last.token_ids, last.text_diff) == ("abcd", list(b"abcd"), "d")
+    assert last.logprobs is not None and len(last.logprobs) == 4 and last.cumulative_logprob == -4.0
+
+
 def test_everyone_who_waits_hears_of_the_end(tokenizer: Tokenizer) -> None:
     async def go() -> None:
         harness = Harness(tokenizer)

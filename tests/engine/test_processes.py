@@ -108,8 +108,8 @@ def test_a_crash_while_serving_says_why(engine: Engine, run: Run) -> None:
 @pytest.mark.parametrize(
     ("worker", "in_process", "error", "message"),
     [
-        ("CannotLoad", False, ModelLoadError, "model.norm.weight is missing"),
-        ("CannotLoad", True, ModelLoadError, "model.norm.weight is missing"),
+        ("CannotLoad", False, ModelLoadError, r"^/\S*/model0: tensor model.norm.weight is missing"),
+        ("CannotLoad", True, ModelLoadError, r"^/\S*/model0: tensor model.norm.weight is missing"),
         ("CrashesLoading", False, EngineDeadError, "a bug in the loader"),
         ("CrashesLoading", True, EngineDeadError, "a bug in the loader"),
         ("ExitsLoading", False, EngineDeadError, "exited with code 7"),

@@ -13,7 +13,7 @@ from tiny_model import CONFIG, byte_tokenizer
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.engine.tokenizer_build import from_gguf
-from headrace.errors import ModelLoadError, RequestError
+from headrace.errors import ContextLengthError, ModelLoadError, RequestError
 from headrace.utils.gguf_meta import GgufTokenizer
 from headrace.utils.hub import ModelSource, resolve_model
 
@@ -196,3 +196,13 @@ def test_the_demo_model_s_ids_are_those_of_transformers(demo_model: str) -> None
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "你好 🎉"}]
     expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert ours.render_chat(chat) == expected
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    """Tokenizing tens of megabytes holds up everything else that the process serves."""
+    tokenizer = Tokenizer(byte_tokenizer())
+    tokenizer.limit_text(16)
+    longest = max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)))
+    assert len(tokenizer.encode("a" * 16 * longest)) > 0
+    with pytest.raises(ContextLengthError, match=r"more than 16 tokens \(max_seq_len\)"):
+        tokenizer.encode("a" * (16 * longest + 1))

@@ -243,7 +243,7 @@ def our_model(folder: Path, max_positions: int, device: str) -> CausalLM:
         tokens_per_block=TOKENS_PER_BLOCK[device],
     )
     model = build_model(cfg, ctx)
-    load_model_weights(model, open_checkpoint(source, cfg, "auto"))
+    load_model_weights(model, open_checkpoint(source, "auto"))
     return model
 
 

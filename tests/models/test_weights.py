@@ -67,7 +67,7 @@ def build(
 def load(source: ModelSource, model: CausalLM | None = None) -> CausalLM:
     cfg = load_model_config(source)
     model = model or build(cfg)
-    load_model_weights(model, open_checkpoint(source, cfg, "auto"))
+    load_model_weights(model, open_checkpoint(source, "auto"))
     return model
 
 
@@ -121,7 +121,7 @@ def test_loading_again_overwrites_the_same_storage(tmp_path: Path) -> None:
 def test_progress_counts_the_checkpoints_bytes(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path, random_weights())
     cfg = load_model_config(source)
-    stream = open_checkpoint(source, cfg, "auto")
+    stream = open_checkpoint(source, "auto")
     seen: list[tuple[int, int]] = []
     load_model_weights(build(cfg), stream, lambda label, done, total: seen.append((done, total)))
     assert seen[-1] == (stream.total_bytes, stream.total_bytes)
@@ -240,7 +240,7 @@ def test_packed_weights_load_again_without_new_storage(tmp_path: Path) -> None:
     cfg = load_model_config(source)
     model, fresh = (build(cfg, lambda: CpuMethod(embeds=True, is_bf16=False), torch.bfloat16) for _ in range(2))
     for layers, path in ((model, source), (model, changed), (fresh, changed)):
-        load_model_weights(layers, open_checkpoint(path, cfg, "auto"))
+        load_model_weights(layers, open_checkpoint(path, "auto"))
     x = torch.randn(3, 64).bfloat16()
     one, two = (m.model.layers[0].mlp.gate_up_proj for m in (model, fresh))
     assert torch.equal(one(x), two(x))

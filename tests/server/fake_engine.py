@@ -69,6 +69,10 @@ class FakeStream:
         self._prompt = prompt
         self._steps = self._run()
 
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.call.prompt_ids
+
     def __aiter__(self) -> "FakeStream":
         return self
 
@@ -212,6 +216,7 @@ class FakeLLM:
         request_id: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        cumulative: bool = True,
     ) -> FakeStream:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)

@@ -298,6 +298,7 @@ def test_token_ids_are_returned_on_request(server):
     assert body["choices"][0]["token_ids"] == list(b"An")
     chunks = events(server.chat(return_token_ids=True, max_tokens=2, stream=True))[:-1]
     assert [i for c in chunks for i in c["choices"][0].get("token_ids", [])] == list(b"An")
+    assert [c.get("prompt_token_ids") for c in chunks] == [list(b"[user]Hi")] + [None] * (len(chunks) - 1)
 
 
 def test_a_choice_that_fails_in_the_engine_is_an_error_event_and_no_finish(serve):

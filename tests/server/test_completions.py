@@ -132,3 +132,14 @@ def test_a_batch_with_one_bad_prompt_fails_whole_and_leaves_nothing_running(serv
 def test_ids_of_the_model_without_text_are_taken_up_to_the_last(server):
     assert server.complete([299]).status_code == 200
     assert server.complete([300]).status_code == 400
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_a_stream_brings_each_prompts_ids_once(server, echo):
+    text = server.complete(["Hi", "Yo"], stream=True, echo=echo, return_token_ids=True, max_tokens=2).text
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    pieces = [chunk["choices"][0] for chunk in chunks]
+    for index, prompt in enumerate(["Hi", "Yo"]):
+        mine = [p for p in pieces if p["index"] == index]
+        assert [p.get("prompt_token_ids") for p in mine] == [list(prompt.encode())] + [None] * (len(mine) - 1)
+        assert [i for p in mine for i in p.get("token_ids", [])] == list(b"An")

@@ -265,14 +265,27 @@ def test_running_requests_finish_while_the_server_drains(serve):
 def test_a_full_queue_refuses_with_503(serve):
     server = serve(FakeLLM(answer=hanging), max_waiting_requests=1)
     streams = [open_stream(server) for _ in range(5)]
-    wait_for(lambda: server.lifecycle.num_requests == 5)
+    wait_for(lambda: server.lifecycle.num_sequences == 5)
     refused = server.chat()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_overloaded")
+    assert server.http.get("/v1/models").status_code == 200
+    assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
     streams.pop().close()
-    wait_for(lambda: server.lifecycle.num_requests == 4)
+    wait_for(lambda: server.lifecycle.num_sequences == 4)
     assert server.chat("Hi", max_tokens=1).status_code == 200
     for sock in streams:
         sock.close()
+
+
+def test_every_choice_of_every_prompt_counts_as_waiting(serve):
+    server = serve(FakeLLM(answer=lambda p, c: Answer(hang_after=1 if p == "x" else None)), max_waiting_requests=1)
+    body = {"model": "fake", "prompt": ["x", "x", "x"], "n": 2, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+        assert server.lifecycle.num_sequences == 6
+        assert server.chat().status_code == 503
+    wait_for(lambda: server.lifecycle.num_sequences == 0)
+    assert server.chat().status_code == 200
 
 
 def test_a_page_may_call_only_from_an_allowed_origin(serve):

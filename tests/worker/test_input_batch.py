@@ -29,7 +29,7 @@ def gathered(requests: list[AdmittedRequest], scheduled: list[ScheduledRow]) -> 
     state.stage(plan, words)
     staged = batch.stage(plan, words)
     Uploader(state.words).send(words)
-    return batch.gather(plan, words, staged), state
+    return batch.gather(words, staged), state
 
 
 def test_a_mixed_step_has_every_rows_next_tokens_in_order() -> None:
@@ -93,9 +93,8 @@ def test_the_filters_look_at_no_more_tokens_than_some_row_needs() -> None:
             [admitted(row, 3, 2, spec) for row, spec in enumerate(specs)],
             [ScheduledRow(row, 1, True, 2) for row in range(len(specs))],
         )
-        made = sampling_rows([ScheduledRow(row, 1, True, 2) for row in range(len(specs))], state.settings, 1000)
-        assert made is not None
-        return made.num_candidates
+        scheduled = [ScheduledRow(row, 1, True, 2) for row in range(len(specs))]
+        return sampling_rows(scheduled, list(range(len(specs))), state.settings, 1000).num_candidates
 
     top_p, top_k = SamplingSpec(top_p=0.9), SamplingSpec(top_k=40, top_p=0.9)
     assert candidates(GREEDY, SamplingSpec()) == 0
@@ -103,3 +102,18 @@ def test_the_filters_look_at_no_more_tokens_than_some_row_needs() -> None:
     assert candidates(top_k, top_p) == 1000
     assert candidates(SamplingSpec(top_p=0.9, temperature=0.0), top_k) == 40
     assert candidates(SamplingSpec(top_k=5000)) == 1000
+
+
+def test_plain_rows_are_sorted_alike_whether_or_not_another_row_is_not_plain() -> None:
+    plain = [admitted(row, 9, 5) for row in (3, 1)]
+    scheduled = [ScheduledRow(3, 1, False, 5), ScheduledRow(1, 4, True, 5)]
+    alone, _ = gathered(plain, scheduled)
+    beside, state = gathered([*plain, admitted(0, 3, 2, SamplingSpec(temperature=0.9))], scheduled)
+    assert state.num_not_plain == 1
+    for step in (alone, beside):
+        sampling = step.sampling
+        assert sampling is not None and sampling.rows.row_index is not None
+        assert (sampling.places, sampling.rows.places, sampling.rows.rows) == ([1], [0], [1])
+        assert sampling.rows.row_index.tolist() == [1]
+        assert sampling.random is sampling.penalised is sampling.logprobs is None
+        assert step.logits_index is not None and step.logits_index.tolist() == [4]

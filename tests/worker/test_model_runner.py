@@ -178,11 +178,12 @@ def test_choices_of_one_seed_differ() -> None:
 
 def test_block_copies_of_a_plan_come_before_its_step(bench: Bench) -> None:
     arena = bench.runner._arenas.groups[0]
-    arena[3] = 7.0
+    arena[3], arena[4] = 7.0, 8.0
     bench.add("a", [1])
     plan = bench.scheduler.schedule()
     assert plan is not None
-    plan.cache_plan.device_copies.append((0, 3, 9))
+    plan.cache_plan.device_copies.extend([(0, 3, 9), (0, 4, 11)])
     bench.execute(plan)
     plan.cache_plan.device_copies.clear()
     assert torch.equal(arena[9], arena[3])
+    assert torch.equal(arena[11], arena[4])

@@ -83,3 +83,25 @@ def test_untouched_rows_take_no_memory() -> None:
     carry_out(state, [request(200, [1, 2, 3], ([1],))])
     assert state.words.nbytes > 128 << 20
     assert resident_bytes() - before < 32 << 20
+
+
+def test_the_counts_follow_rows_that_are_freed_and_given_to_others() -> None:
+    state = RequestState(3, 16, [4], CPU)
+
+    def counts() -> tuple[int, int, int]:
+        return state.num_not_plain, state.num_prompt_scored, state.num_failed
+
+    carry_out(state, [request(0, [1], ([0],), temperature=0.0)])
+    assert counts() == (0, 0, 0)
+    many = dict.fromkeys(range(2000), 1.0)
+    scored = request(1, [1], ([1],), temperature=0.0, prompt_logprobs=1)
+    carry_out(state, [scored, request(2, [1], ([2],), temperature=0.9, logit_bias=many)])
+    assert counts() == (1, 1, 1)
+    # Freed and admitted again in one plan; then a row given anew without having been freed.
+    carry_out(state, [request(2, [1], ([2],), temperature=0.0, logprobs=0)], freed=[2])
+    assert counts() == (1, 1, 0)
+    carry_out(state, [request(1, [1], ([1],), temperature=0.0)])
+    assert counts() == (1, 0, 0)
+    carry_out(state, [], freed=[0, 1, 2])
+    carry_out(state, [], freed=[2])
+    assert counts() == (0, 0, 0)

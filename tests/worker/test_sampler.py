@@ -39,7 +39,7 @@ def sample(
     state.stage(plan, words)
     staged = batch.stage(plan, words)
     Uploader(state.words).send(words)
-    step = batch.gather(plan, words, staged)
+    step = batch.gather(words, staged)
     assert step.sampling is not None
     return Sampler(state)(logits.clone(), step.sampling)
 

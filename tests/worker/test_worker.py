@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole worker over a tiny random model: starts, answers alike in every mix, fails clearly, shuts down."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.attention.reference import MAX_COPY_BYTES
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.config.resolve import ResolvedConfig, resolve
+from headrace.core.kv_cache_spec import KvSpec, group_layers
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
 from headrace.errors import ConfigError, HeadraceError
 from headrace.utils.hub import ModelSource
+from headrace.worker import memory
 from headrace.worker.device import device_facts
 from headrace.worker.worker import Worker, WorkerInfo
 
@@ -137,6 +141,24 @@ def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_ledger() -> No
     with pytest.raises(ConfigError, match="max_seq_len"):
         worker.start(None)
     worker.shutdown()
+
+
+def test_a_float32_cache_that_does_not_fit_may_be_told_to_be_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(max_seq_len=96, kv_cache_config={"tokens_per_block": 8, "free_gpu_memory_fraction": 1.0})
+    groups = group_layers([KvSpec(2, 8, dtype="float32")] * 3)
+    needed = 96 * groups[0].bytes_per_token
+    monkeypatch.setattr(memory, "available_memory", lambda: MAX_COPY_BYTES * 3 + needed * 3 // 4)
+    with pytest.raises(ConfigError, match=r"set kv_cache_config\.dtype to bfloat16 instead of float32"):
+        memory.share_host(config, groups)
+
+
+def test_the_start_says_what_attends_and_what_was_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "headrace.worker.worker"):
+        worker, info = started(config_of())
+    worker.shutdown()
+    (said,) = [text for text in caplog.messages if text.startswith("Attention")]
+    assert said.startswith("Attention: VANILLA (TRITON: runs on cuda, not on cpu")
+    assert info.attn_backend == "VANILLA"
 
 
 def test_a_missing_checkpoint_is_a_clear_error_and_shutdown_still_works(tmp_path: Path) -> None:

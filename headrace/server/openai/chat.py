@@ -39,6 +39,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await parse_body(request, ChatCompletionRequest)
     head = Head.new("chatcmpl", context.check_model(body.model))
     check_request(body)
+    context.admit(request, body.n or 1)
     generation = await start(context, head, body)
     answer = ChatAnswer(context, head, body, generation)
     if body.stream:
@@ -167,9 +168,12 @@ class ChatAnswer:
         )
 
     def opening(self) -> Iterator[ChatCompletionChunk]:
-        """The role, once for each choice, before the first token."""
+        """The role, once for each choice, before the first token; the first one brings the prompt's ids."""
         for index in range(self._body.n or 1):
-            yield self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+            chunk = self._chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
+            if self._body.return_token_ids and index == 0:
+                chunk.prompt_token_ids = self._generation.prompt_token_ids(0)
+            yield chunk
 
     def render(self, delta: EngineDelta) -> Iterator[ChatCompletionChunk]:
         body = self._body

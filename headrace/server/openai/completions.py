@@ -30,6 +30,7 @@ async def create_completion(request: Request) -> Response:
     body = await parse_body(request, CompletionRequest)
     head = Head.new("cmpl", context.check_model(body.model))
     check_request(body)
+    context.admit(request, len(prompt_list(body)) * num_sequences(body))
     generation = await start(context, head, body)
     answer = CompletionAnswer(context, head, body, generation)
     if body.stream:
@@ -117,7 +118,7 @@ class CompletionAnswer:
         self._num_choices = body.n or 1
         self._skip_special = body.skip_special_tokens is not False
         self._builders: dict[int, LegacyLogprobs] = {}
-        self._echoed: set[int] = set()
+        self._begun: set[int] = set()
 
     async def complete(self) -> Completion:
         try:
@@ -175,9 +176,11 @@ class CompletionAnswer:
         index = delta.prompt_index * self._num_choices + delta.choice_index
         body = self._body
         output = self._generation.latest[delta.prompt_index]
-        if body.echo and index not in self._echoed and output is not None:
-            self._echoed.add(index)
-            yield self._completion([self._echo(index, output)])
+        if (body.echo or body.return_token_ids) and index not in self._begun and output is not None:
+            self._begun.add(index)
+            first = self._echo(index, output) if body.echo else CompletionChoice(index=index, text="")
+            first.prompt_token_ids = output.prompt_token_ids if body.return_token_ids else None
+            yield self._completion([first])
         if delta.finish_reason is not None:
             reason = "length" if is_scoring(body) else delta.finish_reason
             end = CompletionChoice(index=index, text="", finish_reason=reason, stop_reason=delta.stop_reason)

@@ -54,7 +54,12 @@ class Generation:
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self._streams = streams
         self.latest: list[RequestOutput | None] = [None] * len(streams)
-        """The newest output of each prompt."""
+        """The newest output of each prompt; whole at the end, on the way only what is new."""
+        self._num_completion_tokens = 0
+
+    def prompt_token_ids(self, prompt_index: int) -> list[int]:
+        """A prompt as the engine runs it."""
+        return self._streams[prompt_index].prompt_token_ids
 
     async def finals(self) -> list[RequestOutput]:
         """Wait for the end; one output a prompt, in the order of the prompts.
@@ -67,6 +72,7 @@ class Generation:
         for output in outputs:
             for choice in output.outputs:
                 check_choice(choice)
+                self._num_completion_tokens += choice.length
         return outputs
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -84,6 +90,7 @@ class Generation:
                     if key in ended:
                         continue
                     finish_reason = check_choice(choice)
+                    self._num_completion_tokens += len(choice.token_ids_diff)
                     if choice.text_diff or choice.token_ids_diff:
                         yield Delta(*key, choice.text_diff, choice.token_ids_diff, choice.logprobs_diff)
                     if finish_reason is not None:
@@ -114,7 +121,7 @@ class Generation:
         outputs = [output for output in self.latest if output is not None]
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
         if num_completion_tokens is None:
-            num_completion_tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+            num_completion_tokens = self._num_completion_tokens
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_completion_tokens,
@@ -157,6 +164,7 @@ async def open_generation(
                 request_id=f"{head.id}-{index}",
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                cumulative=False,
             )
             for index, prompt in enumerate(prompts)
         ]

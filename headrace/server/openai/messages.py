@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from headrace.engine.async_llm import AsyncLLM
+from headrace.engine.chat_template import content_text
 from headrace.errors import RequestError
 from headrace.server.openai.generation import LONG_PROMPT
 from headrace.server.openai.protocol.chat import ChatMessage
@@ -98,11 +99,8 @@ def _text(index: int, message: ChatMessage) -> str:
         raise RequestError("A message needs content.", param=f"messages[{index}].content")
     if isinstance(content, str):
         return content
-    texts = []
     for number, part in enumerate(content):
-        text = part.text if part.type == "text" else part.refusal
-        if text is None:
+        if (part.text if part.type == "text" else part.refusal) is None:
             where = f"messages[{index}].content[{number}].{part.type}"
             raise RequestError(f"A content part of type '{part.type}' needs '{part.type}'.", param=where)
-        texts.append(text)
-    return "\n".join(texts)
+    return str(content_text([part.model_dump() for part in content]))

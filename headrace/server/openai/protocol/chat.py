@@ -157,3 +157,4 @@ class ChatCompletionChunk(ResponseModel):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=is_none)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one shape every error leaves in, and the one place where a pydantic report becomes a sentence."""
 
-import difflib
-
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from headrace.errors import HeadraceError, RequestError
+from headrace.utils.spelling import nearest
 
 # Over this, listing them only to name the first would cost more than the request.
 MAX_COMPLAINTS = 1000
@@ -77,7 +76,9 @@ def request_error(report: ValidationError, model: type[BaseModel] | None = None)
     param = param_path(first["loc"])
     if first["type"] == "extra_forbidden":
         known = list(model.model_fields) if model is not None and len(first["loc"]) == 1 else []
-        return UnknownParameterError(f"Unknown parameter: '{param}'{_nearest(param, known)}.", param=param or None)
+        near = nearest(param, known)
+        hint = f"; did you mean '{near}'?" if near else "."
+        return UnknownParameterError(f"Unknown parameter: '{param}'{hint}", param=param or None)
     if first["type"] == "missing":
         return RequestError(f"Missing required parameter: '{param}'.", param=param or None)
     if not param:
@@ -103,8 +104,3 @@ def _complaint(first: ErrorDetails) -> str:
     if isinstance(value, bool | int | float) and value is not None:
         return f"{message}, got {str(value).lower() if isinstance(value, bool) else str(value)[:40]}"
     return message
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
