@@ -60,8 +60,9 @@ def cpu_quota(root: Path = CGROUP) -> float | None:
 def thread_environment() -> dict[str, str]:
     """Variables for a process that will import torch: threads spin briefly at barriers, then sleep. The user's own win.
 
-    A decode step has some 150 barriers. Asleep at once, each costs a wake-up: 49 tokens/s on two quiet cores, with the
-    short spin 71. libgomp's own default spins 60 times longer, and collapses where another process wants the core.
+    A decode step has some 150 barriers. Asleep at once, each costs a wake-up: 45 to 57 tokens/s on two quiet cores,
+    with the short spin 44 to 68. libgomp's own default spins 60 times longer, and collapses where another process
+    wants the core.
     """
     wanted = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "0"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
