@@ -133,7 +133,7 @@ def describe(
         kv_bytes_per_token=worker.kv_bytes_per_token,
         device=config.device,
         dtype=config.dtype,
-        attn_backend=config.attn_backend,
+        attn_backend=worker.attn_backend,
         num_plans_in_flight=config.num_plans_in_flight,
         num_threads=config.num_threads,
         load_seconds=load_seconds,

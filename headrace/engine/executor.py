@@ -34,6 +34,11 @@ class WorkerInfo(Protocol):
     @property
     def kv_bytes_per_token(self) -> int: ...
     @property
+    def attn_backend(self) -> str:
+        """What AUTO chose, or the one that was asked for."""
+        ...
+
+    @property
     def max_seq_len(self) -> int:
         """What the cache holds, where that is less than the settings' `auto` value."""
         ...

@@ -28,6 +28,7 @@ class Info:
     max_seq_len: int
     kv_bytes_per_token: int = 1
     num_groups: int = 1
+    attn_backend: str = "NONE"
     ledger: list[str] = field(default_factory=lambda: ["nothing"])
 
 
