@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers on a CPU: 4-bit weights for few rows, bf16 weights in oneDNN's layout for many.
 
-8-bit weights (Q8_0) are two 4-bit ones, by the same product, for half as many rows: at a cold cache, where decode finds
-it, SmolLM2's head takes 2.4 ms, and 4.1 in bf16.
+8-bit weights (Q8_0) are two 4-bit ones, by the same product, for half as many rows. A head in Q8_0 is multiplied in
+8 bits by oneDNN: at a cold cache, where decode finds it, SmolLM2's takes 1.3 to 1.6 ms up to 8 rows on a Sapphire
+Rapids, 2.4 as two halves, and 1.8 to 3.6 in bf16.
 
 Measured on 2 cores of a Zen 4 and of a Sapphire Rapids, SmolLM2's shapes: up to 4 rows torch's packed int4 product is
 1.3 to 3 times as fast as bf16; from 8 rows on it falls behind (it unpacks the weight anew for every 4 rows), 5 times at
@@ -22,8 +23,13 @@ from headrace.quantization.gguf import GROUP, Affine4, affine4, affine8
 FEW_ROWS = 4
 # oneDNN picks a layout for about this many rows; one made for a single row costs up to 1.5 times at 8 and more.
 LAYOUT_ROWS = 8
+FEW_ROWS_INT8 = 16
+# What is left of a rounded input is at most a half; times this it fills 8 bits.
+LOW_HALF = 254.0
 # The int4 product takes outputs in blocks of 16.
 OUTPUT_BLOCK = 16
+# Outputs rounded to 8 bits at a time, while loading.
+OUTPUTS_AT_ONCE = 4096
 
 
 def has_fast_bf16() -> bool:
@@ -31,6 +37,11 @@ def has_fast_bf16() -> bool:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def has_int8() -> bool:
+    """Whether the CPU has 8-bit dot products; elsewhere oneDNN's 8-bit product is slow."""
+    return torch.cpu._is_vnni_supported()
 
 
 def has_int4() -> bool:
@@ -120,6 +131,47 @@ class Int4Weight:
         return groups.view(out, 2 * half)
 
 
+class Int8Weight:
+    """A weight in 8 bits, one scale an output. An input row goes in as two of 8 bits, what the first leaves over in the
+    second: the weight is read once either way, and outliers that stretch a row's scale cost the others nothing."""
+
+    _packed: Tensor
+    _scales: Tensor
+    """fp32 [out]."""
+
+    def __init__(self) -> None:
+        self.max_rows = FEW_ROWS_INT8
+        self._is_stored = False
+
+    def store(self, weight: Tensor) -> None:
+        """Take a weight [out, in] of any dtype; a second time into the same memory."""
+        scales = weight.abs().amax(dim=1).float().div_(127.0).clamp_min_(1e-30)
+        q = torch.empty(weight.shape, dtype=torch.int8)
+        for start in range(0, len(q), OUTPUTS_AT_ONCE):
+            part = slice(start, start + OUTPUTS_AT_ONCE)
+            q[part] = (weight[part].float() / scales[part, None]).round_().to(torch.int8)
+        packed = torch.ops.onednn.qlinear_prepack(q, [1, q.shape[1]])
+        if self._is_stored:
+            self._packed.copy_(packed)
+            self._scales.copy_(scales)
+        else:
+            self._packed, self._scales, self._is_stored = packed, scales, True
+            self._zeros = torch.zeros(len(q), dtype=torch.int32)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: bf16 [num_tokens, in] -> [num_tokens, out]."""
+        largest = x.abs().amax(dim=1, keepdim=True).float().clamp_min_(1e-30)
+        scaled = x * (127.0 / largest)
+        high = scaled.round()
+        halves = torch.cat([high, scaled.sub_(high).mul_(LOW_HALF).round_()]).to(torch.int8)
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(
+            halves, 1 / 127.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        rows = len(x)
+        y = y[:rows].add_(y[rows:], alpha=1 / LOW_HALF).mul_(largest).to(x.dtype)
+        return y if bias is None else y.add_(bias)
+
+
 class CpuMethod:
     """The QuantMethod of bf16 models on a CPU, whatever type the checkpoint's tensors have.
 
@@ -140,7 +192,8 @@ class CpuMethod:
         self.keeps_wide = keeps_wide
         self._wide = WideWeight(has_fast_bf16() if is_bf16 is None else is_bf16)
         self._parts: dict[int, Tensor | RawTensor] = {}
-        self._int4: Int4Weight | None = None
+        self._few: Int4Weight | Int8Weight | None = None
+        """For up to its `max_rows`."""
         self._has_rows = False
 
     def create(
@@ -161,14 +214,13 @@ class CpuMethod:
         self._parts = {}
         affine, num_halves = self._affine_parts(parts)
         if affine:
-            if self._int4 is None or self._int4.num_halves != num_halves:
-                self._int4 = Int4Weight(not self.keeps_wide, num_halves)
-            self._int4.store(affine)
+            int4 = self._few
+            if not isinstance(int4, Int4Weight) or int4.num_halves != num_halves:
+                int4 = self._few = Int4Weight(not self.keeps_wide, num_halves)
+            int4.store(affine)
             if not self.keeps_wide:
-                self._many = partial(_multiply_unpacked, self._int4, self._wide.dtype)
+                self._many = partial(_multiply_unpacked, int4, self._wide.dtype)
                 return
-        else:
-            self._int4 = None
         # Without room for a second copy, an embedding multiplies by its own rows.
         packs = self.multiplies and (self.keeps_wide or not self.embeds)
         dense = torch.empty(sum(self.out_features), self.in_features, dtype=self._wide.dtype if packs else self.dtype)
@@ -176,14 +228,26 @@ class CpuMethod:
         for part, rows in zip(parts, self.out_features, strict=True):
             copy_weight(dense[start : start + rows], part)
             start += rows
+        if self._is_8_bit_head(parts):
+            int8 = self._few = self._few if isinstance(self._few, Int8Weight) else Int8Weight()
+            int8.store(dense)
+        elif not affine:
+            self._few = None
         if packs:
             self._wide.store(dense)
         if self.embeds:
             self._keep_rows(dense.to(self.dtype))
         self._many = self._wide.multiply if packs else self._multiply_rows
 
+    def _is_8_bit_head(self, parts: list[Tensor | RawTensor]) -> bool:
+        """An embedding that is also the head, stored in 8 bits, on a CPU that multiplies in 8."""
+        is_head = self.embeds and self.multiplies
+        return is_head and has_int8() and all(isinstance(part, RawTensor) and part.kind == "Q8_0" for part in parts)
+
     def _affine_parts(self, parts: list[Tensor | RawTensor]) -> tuple[list[Affine4], int]:
         """The parts' 4-bit form and the number of halves; empty where they have none or the shape does not suit."""
+        if self._is_8_bit_head(parts):
+            return [], 1
         fits = has_int4() and sum(self.out_features) % OUTPUT_BLOCK == 0 and self.in_features % GROUP == 0
         raw = [part for part in parts if isinstance(part, RawTensor)]
         if not fits or not self.multiplies or len(raw) < len(parts) or (self.embeds and not self.keeps_wide):
@@ -205,8 +269,9 @@ class CpuMethod:
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, sum(out_features)]."""
-        if self._int4 is not None and x.shape[0] <= self._int4.max_rows:
-            return self._int4.multiply(x, bias)
+        few = self._few
+        if few is not None and x.shape[0] <= few.max_rows:
+            return few.multiply(x, bias)
         return self._many(x, bias)
 
     def embed(self, layer: nn.Module, ids: Tensor) -> Tensor:

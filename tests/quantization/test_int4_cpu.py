@@ -7,10 +7,21 @@ from gguf.quants import quantize
 from torch import Tensor, nn
 
 from headrace.quantization.base import RawTensor
-from headrace.quantization.int4_cpu import FEW_ROWS, CpuMethod, Int4Weight, WideWeight, has_fast_bf16, has_int4
+from headrace.quantization.int4_cpu import (
+    FEW_ROWS,
+    FEW_ROWS_INT8,
+    CpuMethod,
+    Int4Weight,
+    Int8Weight,
+    WideWeight,
+    has_fast_bf16,
+    has_int4,
+    has_int8,
+)
 
 IN, OUT = 128, [64, 32, 32]
 ROWS = [1, 3, FEW_ROWS, FEW_ROWS + 1, 40]
+needs_int8 = pytest.mark.skipif(not has_int8(), reason="this CPU has no 8-bit dot products")
 needs_int4 = pytest.mark.skipif(not has_int4(), reason="this CPU has no fast int4 product")
 WIDE = [pytest.param(False, id="fp32")] + [pytest.param(True, id="bf16")] * has_fast_bf16()
 
@@ -75,15 +86,32 @@ def test_few_rows_use_the_4_bit_weight_and_many_the_wide_one(monkeypatch: pytest
 
 @needs_int4
 def test_an_8_bit_weight_is_two_4_bit_ones_for_half_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = CpuMethod(embeds=True)
+    method = CpuMethod()
     weights = [raw(torch.randn(96, IN), "Q8_0")]
     layer = load(method, weights)
-    assert method._int4 is not None and method._int4.max_rows == FEW_ROWS // 2
+    assert isinstance(method._few, Int4Weight) and method._few.max_rows == FEW_ROWS // 2
     x = torch.randn(2, IN).bfloat16()
     few = method.apply(layer, x, None)
     many = method.apply(layer, torch.cat([x, x]), None)[:2]
     assert_near(few, exact(weights, x))
     assert_near(many, exact(weights, x))
+
+
+@needs_int8
+def test_an_8_bit_head_multiplies_in_8_bits_and_an_outlier_costs_the_other_inputs_nothing() -> None:
+    method = CpuMethod(embeds=True)
+    weights = [raw(torch.randn(96, IN), "Q8_0")]
+    layer = load(method, weights)
+    assert isinstance(method._few, Int8Weight)
+    x = torch.randn(FEW_ROWS_INT8, IN)
+    x[:, 7] = 300.0
+    weights[0].data.view(96, -1, 34)[:, 0, 2 + 7] = 0
+    method.load_shard(layer, weights[0], 0)
+    method.finish(layer)
+    x = x.bfloat16()
+    assert_near(method.apply(layer, x, None), exact(weights, x))
+    bias = torch.randn(96).bfloat16()
+    assert_near(method.apply(layer, x, bias), exact(weights, x, bias))
 
 
 @needs_int4
@@ -92,10 +120,10 @@ def test_a_4_bit_weight_unpacks_to_what_it_was_made_of(dtype: torch.dtype) -> No
     weights = parts(["Q4_1"] * 3)
     method = CpuMethod(keeps_wide=False)
     load(method, weights)
-    assert method._int4 is not None
+    assert isinstance(method._few, Int4Weight)
     want = torch.cat([w.dequantize() for w in weights])
     # Scales and zeros are in bf16: 8 bits of them.
-    assert (method._int4.unpack(dtype).float() - want).abs().max() < 2**-7 * want.abs().max()
+    assert (method._few.unpack(dtype).float() - want).abs().max() < 2**-7 * want.abs().max()
 
 
 @pytest.mark.parametrize("is_bf16", WIDE)
@@ -108,8 +136,10 @@ def test_a_second_load_keeps_every_address_and_gives_the_new_product(kind: str, 
         wide = method._wide._weight
         assert wide is not None
         own = torch.ops.mkldnn.data_ptr(wide) if wide.is_mkldnn else wide.data_ptr()
-        int4 = method._int4
-        return [own] + ([int4._packed.data_ptr(), int4._scales_and_zeros.data_ptr()] if int4 else [])
+        few = method._few
+        if not isinstance(few, Int4Weight):
+            return [own]
+        return [own, few._packed.data_ptr(), few._scales_and_zeros.data_ptr()]
 
     before = addresses()
     changed = parts([kind] * 3, seed=1)
