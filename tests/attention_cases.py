@@ -112,12 +112,14 @@ def build_step(case: AttentionCase, dtype: torch.dtype, device: str, fill: float
     starts[1:] = new.cumsum(0)
     num_tokens = int(starts[-1]) + case.extra_tokens
     padding = torch.full((case.extra_tokens,), -1)
-    num_decode_rows = next((row for row, (_, n) in enumerate(rows) if n > 1), len(rows))
+    first_prefill_row = next((row for row, (_, n) in enumerate(rows) if n > 1), len(rows))
+    num_decode_rows = max((row + 1 for row, (_, n) in enumerate(rows) if n == 1), default=0)
     arena = arena.to(device, dtype)
     metadata = AttentionMetadata(
         num_tokens=num_tokens,
         num_rows=len(rows),
         num_decode_rows=num_decode_rows,
+        first_prefill_row=first_prefill_row,
         max_query_len=max(n for _, n in rows),
         max_seq_len=max(lens),
         query_start_loc=starts.to(device),

@@ -47,6 +47,7 @@ class Step:
             num_tokens=rows,
             num_rows=rows,
             num_decode_rows=rows,
+            first_prefill_row=rows,
             max_query_len=1,
             max_seq_len=length,
             query_start_loc=torch.arange(rows + 1, dtype=torch.int32),

@@ -15,12 +15,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class AttentionMetadata:
     """Where each token of a step stands. One per step; tensors lie on the device, the ints are host-side ceilings.
 
-    Rows of one token come first (`num_decode_rows` of them), then prefill chunks. Padding rows have length 0.
+    Rows of one token come first (`num_decode_rows` of them), then prefill chunks. In a padded step, whose numbers are
+    ceilings, only the device knows which row is which: every row from `first_prefill_row` on may be a chunk, and every
+    one before `num_decode_rows` may have one token. Padding rows have no token and length 0.
     """
 
     num_tokens: int
     num_rows: int
     num_decode_rows: int
+    first_prefill_row: int
     max_query_len: int
     max_seq_len: int
     """At least the largest of `seq_lens`."""

@@ -188,7 +188,6 @@ class Planner:
         self.group_size = backend.group_size
         self.long_prefill_dtype = backend.long_prefill_dtype
         self.kv_cache = kv_cache
-        self.num_decode_rows = metadata.num_decode_rows
         self.starts = metadata.query_start_loc.tolist()
         self.lens = metadata.seq_lens.tolist()
         self.block_table = metadata.block_tables[group]
@@ -206,8 +205,8 @@ class Planner:
     def plan(self) -> Plan:
         """Decode rows in groups, prefill chunks one by one; rows without new tokens have no part."""
         rows = [row for row, length in enumerate(self.lens) if length and self.starts[row + 1] > self.starts[row]]
-        chunks = [row for row in rows if row >= self.num_decode_rows]
-        singles = rows[: len(rows) - len(chunks)]
+        chunks = [row for row in rows if self.starts[row + 1] - self.starts[row] > 1]
+        singles = [row for row in rows if self.starts[row + 1] - self.starts[row] == 1] if chunks else rows
         copied = self.rows_to_copy(singles)
         singles = [row for row in singles if row not in copied] if copied else singles
         decode = [self.decode_call(group) for group in self.groups(singles)]

@@ -33,6 +33,7 @@ class TritonAttention:
         if plan is None:
             need = self.need
             plan = plan_decode(
+                metadata.query_start_loc,
                 metadata.seq_lens,
                 metadata.num_decode_rows,
                 need.num_q_heads,
@@ -55,7 +56,8 @@ class TritonAttention:
             paged_decode(
                 q, kv_cache, out, plan, table, starts, lens, need.scale, need.window, need.softcap, self.decode_tile
             )
-        if metadata.num_rows > num_decode_rows:
+        first_prefill_row = metadata.first_prefill_row
+        if metadata.num_rows > first_prefill_row:
             paged_prefill(
                 q,
                 kv_cache,
@@ -63,9 +65,9 @@ class TritonAttention:
                 table,
                 starts,
                 lens,
-                num_decode_rows,
+                first_prefill_row,
                 metadata.num_rows,
-                metadata.num_tokens - num_decode_rows,
+                metadata.num_tokens - first_prefill_row,
                 need.scale,
                 need.window,
                 need.softcap,

@@ -52,8 +52,11 @@ class DecodePlan:
     """fp32 [num_items, num_q_heads]: log2 of the sum of exp2 of the item's scores."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_items"], do_not_specialize_on_alignment=["seq_lens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_items"], do_not_specialize_on_alignment=["query_start_loc", "seq_lens"]
+)
 def plan_kernel(
+    query_start_loc,
     seq_lens,
     item_row,
     row_items,
@@ -67,6 +70,9 @@ def plan_kernel(
 ):
     row = tl.arange(0, BLOCK_ROWS)
     length = tl.load(seq_lens + row, mask=row < num_rows, other=0)
+    begin = tl.load(query_start_loc + row, mask=row < num_rows, other=0)
+    end = tl.load(query_start_loc + row + 1, mask=row < num_rows, other=0)
+    length = tl.where(end - begin == 1, length, 0)
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW)
     chunk = tl.cdiv(tl.cdiv(tl.sum(length.to(tl.int64), axis=0), target), MIN_CHUNK) * MIN_CHUNK
@@ -179,13 +185,13 @@ def reduce_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr,
 ):
-    """Put a row's items together; a row of no item (padding) becomes zeros, a row of one is already written."""
+    """Put a row's items together; a row of one is already written, one of none is not decode's."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(row_items + row)
     last = tl.load(row_items + row + 1)
     query_row = tl.load(query_start_loc + row).to(tl.int64)
-    if (last - first == 1) | (tl.load(query_start_loc + row + 1) == query_row):
+    if last - first <= 1:
         return
     column = tl.arange(0, BLOCK_DIM)
     lane = tl.arange(0, BLOCK_ITEMS)
@@ -204,7 +210,7 @@ def reduce_kernel(
         acc = acc * shrink + tl.sum(value * weight[:, None], axis=0)
         total = total * shrink + tl.sum(weight, axis=0)
         most = now_most
-    result = tl.where(total > 0.0, acc / total, 0.0)
+    result = acc / total
     target = out + query_row * out_token_stride + head * HEAD_DIM + column
     tl.store(target, result.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
@@ -217,6 +223,7 @@ def num_programs(device: torch.device) -> int:
 
 
 def plan_decode(
+    query_start_loc: Tensor,
     seq_lens: Tensor,
     num_rows: int,
     num_q_heads: int,
@@ -225,7 +232,10 @@ def plan_decode(
     window: int | None,
     programs: int,
 ) -> DecodePlan:
-    """Cut the first num_rows rows into items. seq_lens: int32 [rows]; programs: how many to aim at (`num_programs`)."""
+    """Cut those of the first num_rows rows that have one new token into items.
+
+    query_start_loc: int32 [rows + 1]. seq_lens: int32 [rows]. programs: how many to aim at (`num_programs`).
+    """
     device = seq_lens.device
     target = max(programs // num_kv_heads, 1)
     num_items = num_rows + target
@@ -238,6 +248,7 @@ def plan_decode(
         torch.empty(num_items, num_q_heads, dtype=torch.float32, device=device),
     )
     plan_kernel[(triton.cdiv(num_items, PLAN_ITEMS),)](
+        query_start_loc,
         seq_lens,
         plan.item_row,
         plan.row_items,

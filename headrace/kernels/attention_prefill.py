@@ -94,7 +94,8 @@ def prefill_kernel(
     query_begin = tl.load(query_start_loc + row)
     query_len = tl.load(query_start_loc + row + 1) - query_begin
     first_token = (tile - first_tile(query_start_loc, first_row, row, BLOCK_Q)) * BLOCK_Q
-    if first_token >= query_len:
+    # A row of one token is decode's.
+    if (first_token >= query_len) | (query_len <= 1):
         return
     seq_len = tl.load(seq_lens + row)
     lane = tl.arange(0, BLOCK_M)
@@ -150,7 +151,7 @@ def paged_prefill(
     softcap: float | None,
     tile: Tile | None = None,
 ) -> None:
-    """Attend the tokens of rows first_row to num_rows, and write their places in `out`.
+    """Attend the tokens of those rows from first_row to num_rows that have more than one, and write their places in `out`.
 
     q: [tokens, num_q_heads, head_dim]; out: [tokens, num_q_heads * head_dim]. kv_cache: the layer's view [num_blocks,
     2, num_kv_heads, tokens_per_block, head_dim]. block_table: int32 [rows, max_blocks]; query_start_loc: int32

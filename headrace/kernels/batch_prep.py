@@ -48,6 +48,11 @@ def write_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
         yield Case("three", (state, _int32(device, *records, *words), len(writes), 600))
 
 
+def _padded(rows: Tensor, starts: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """The lists of a step with `pad` rows of padding after it."""
+    return torch.cat([rows, rows.new_full((pad,), -1)]), torch.cat([starts, starts[-1:].expand(pad)])
+
+
 def token_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     """Outputs of the step's size, and padded ones."""
     if dtype != torch.float32:
@@ -55,10 +60,10 @@ def token_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     for name, rows, starts, num_tokens, longest in _steps(device):
         for pad in (0, 5):
             num_computed, token_ids, _ = _state(device)
+            padded = _padded(rows, starts, pad)
             ids = torch.full((num_tokens + pad,), 99, device=device)
             lens = torch.full((rows.shape[0] + pad,), 99, dtype=torch.int32, device=device)
-            args = (rows, starts, num_computed, token_ids, num_tokens, longest, ids, ids.clone(), lens)
-            yield Case(f"{name}+{pad}", args)
+            yield Case(f"{name}+{pad}", (*padded, num_computed, token_ids, longest, ids, ids.clone(), lens))
 
 
 def block_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -68,25 +73,35 @@ def block_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     for name, rows, starts, num_tokens, longest in _steps(device):
         for pad in (0, 5):
             table = _state(device)[2]
-            positions = torch.arange(num_tokens, device=device)
+            padded = _padded(rows, starts, pad)
+            lens = padded[1].diff()
+            # Nothing past a row's own blocks, where results may differ.
+            columns = torch.arange(table.shape[1], device=device)
+            for row, length in zip(rows.tolist(), lens.tolist(), strict=False):
+                table[row].mul_(columns * 8 < length)
+            positions = torch.arange(num_tokens + pad, device=device)
+            positions[:num_tokens] -= padded[1][:-1].repeat_interleave(lens)
             slots = torch.full((num_tokens + pad,), 99, device=device)
-            tables = torch.full((rows.shape[0] + pad, 20), 99, dtype=torch.int32, device=device)[:, :13]
-            args = (rows, starts, positions, table, 8, num_tokens, longest, slots, tables)
+            tables = torch.zeros(rows.shape[0] + pad, 20, dtype=torch.int32, device=device)[:, :13]
+            args = (*padded, positions, lens, table, 8, longest, slots, tables)
             yield Case(f"{name}+{pad}", args)
 
 
-def commit_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """A step where two rows of three sample, one of them a failed row; one where none does."""
+def advance_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Steps with and without padding."""
     if dtype != torch.float32:
         return
-    for sampled in ((11, -1), ()):
+    for name, rows, starts, _, _ in _steps(device):
+        for pad in (0, 3):
+            yield Case(f"{name}+{pad}", (*_padded(rows, starts, pad), _state(device)[0]))
+
+
+def store_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Two rows that sample, one of them a failed one, and padding."""
+    if dtype == torch.float32:
         num_computed, token_ids, _ = _state(device)
-        num_tokens = num_computed + 40
-        sample_rows = _int32(device, 4, 2)[: len(sampled)]
-        starts = _int32(device, 0, 1, 2, 39)
-        rows = _int32(device, 2, 4, 1)
-        picked = torch.tensor(sampled, dtype=torch.int64, device=device)
-        yield Case(f"{len(sampled)}", (rows, starts, sample_rows, picked, num_computed, num_tokens, token_ids))
+        sampled = torch.tensor((11, -1, 5), dtype=torch.int64, device=device)
+        yield Case("3", (_int32(device, 4, 2, -1), sampled, num_computed + 40, token_ids))
 
 
 @op(cases=write_cases)
@@ -110,13 +125,20 @@ def _take(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return flat.index_select(0, torch.add(columns, rows, alpha=stride))
 
 
+def _without_padding(rows: Tensor, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
+    """The lists without the padding rows at their end."""
+    if not rows.shape[0] or int(rows[-1]) >= 0:
+        return rows, query_start_loc
+    num_rows = int((rows >= 0).sum())
+    return rows[:num_rows], query_start_loc[: num_rows + 1]
+
+
 @op(cases=token_cases)
 def gather_tokens(
     rows: Tensor,
     query_start_loc: Tensor,
     num_computed_tokens: Tensor,
     token_ids: Tensor,
-    num_tokens: int,
     max_query_len: int,
     input_ids: Tensor,
     positions: Tensor,
@@ -124,11 +146,14 @@ def gather_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each row's next tokens and their positions, into `input_ids`, `positions` (int64) and `seq_lens` (int32).
 
-    rows: int32 [num_rows]. query_start_loc: int32 [num_rows + 1]. num_computed_tokens: int32 [all rows], strided.
-    token_ids: int32 [all rows, capacity]. num_tokens: the last entry of `query_start_loc`. Outputs may be longer than
-    the step: what lies past it is padding, with token 0, position 0 and length 0.
+    rows: int32 [num_rows]; those at the end that are -1 are padding, without tokens. query_start_loc: int32 [num_rows +
+    1], its last entry the number of tokens. num_computed_tokens: int32 [all rows], strided. token_ids: int32 [all rows,
+    capacity]. seq_lens: [num_rows]. `input_ids` and `positions` may be longer than the step: padding has token 0 and
+    position 0, and a padding row length 0.
     """
-    num_rows = rows.shape[0]
+    num_padded = rows.shape[0]
+    rows, query_start_loc = _without_padding(rows, query_start_loc)
+    num_rows, num_tokens = rows.shape[0], int(query_start_loc[-1])
     # index_select takes a third of the time of indexing with tensors, which counts on a CPU.
     starts = num_computed_tokens.index_select(0, rows)
     if num_tokens == num_rows:
@@ -145,7 +170,7 @@ def gather_tokens(
     if input_ids.shape[0] > num_tokens:
         input_ids[num_tokens:] = 0
         positions[num_tokens:] = 0
-    if seq_lens.shape[0] > num_rows:
+    if num_padded > num_rows:
         seq_lens[num_rows:] = 0
     return input_ids, positions, seq_lens
 
@@ -155,19 +180,21 @@ def gather_blocks(
     rows: Tensor,
     query_start_loc: Tensor,
     positions: Tensor,
+    seq_lens: Tensor,
     block_table: Tensor,
     tokens_per_block: int,
-    num_tokens: int,
     max_query_len: int,
     slot_mapping: Tensor,
     tables: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """One group's slots and block tables, into `slot_mapping` (int64) and `tables` (int32 [num_rows, width]).
 
-    positions: as `gather_tokens` left them. block_table: int32 [all rows, capacity]. tokens_per_block: a power of two.
-    Entries of `tables` past a row's own blocks are whatever its row holds; padding gets slot -1 and table 0.
+    rows, query_start_loc, positions, seq_lens: as `gather_tokens` takes and leaves them. block_table: int32 [all rows,
+    capacity]. tokens_per_block: a power of two. Padding gets slot -1. Entries of `tables` past a row's own blocks are
+    undefined.
     """
-    num_rows, width = rows.shape[0], tables.shape[1]
+    rows, query_start_loc = _without_padding(rows, query_start_loc)
+    num_rows, num_tokens, width = rows.shape[0], int(query_start_loc[-1]), tables.shape[1]
     tables[:num_rows].copy_(block_table[:, :width].index_select(0, rows))
     at = positions[:num_tokens]
     if num_tokens == num_rows:
@@ -178,33 +205,33 @@ def gather_blocks(
     torch.add(at & (tokens_per_block - 1), blocks, alpha=tokens_per_block, out=slot_mapping[:num_tokens])
     if slot_mapping.shape[0] > num_tokens:
         slot_mapping[num_tokens:] = -1
-    if tables.shape[0] > num_rows:
-        tables[num_rows:] = 0
     return slot_mapping, tables
 
 
-@op(cases=commit_cases)
-def commit_step(
-    rows: Tensor,
-    query_start_loc: Tensor,
-    sample_rows: Tensor,
-    sampled: Tensor,
-    num_computed_tokens: Tensor,
-    num_tokens: Tensor,
-    token_ids: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """After a step: its rows have computed their tokens, and the rows that sampled know one more.
+@op(cases=advance_cases)
+def advance_rows(rows: Tensor, query_start_loc: Tensor, num_computed_tokens: Tensor) -> Tensor:
+    """After a step's body: its rows have computed their tokens. Arguments as `gather_tokens` takes them; the last one
+    is changed here."""
+    rows, query_start_loc = _without_padding(rows, query_start_loc)
+    return num_computed_tokens.index_add_(0, rows, query_start_loc[1:] - query_start_loc[:-1])
 
-    sample_rows: int32 [n], rows of the state. sampled: [n]; a negative token (its row failed) is stored as 0, so that a
-    step already launched reads a valid id. num_computed_tokens, num_tokens: int32 [all rows], strided, changed here.
+
+@op(cases=store_cases)
+def store_tokens(sample_rows: Tensor, sampled: Tensor, num_tokens: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """After the sampler: the rows that sampled know one token more.
+
+    sample_rows: int32 [n], rows of the state; those at the end that are -1 are padding. sampled: int64 [n]; a negative
+    token (its row failed) is stored as 0, so that a step already launched reads a valid id. num_tokens: int32 [all
+    rows], strided, changed here like token_ids, int32 [all rows, capacity].
     """
-    num_computed_tokens.index_add_(0, rows, query_start_loc[1:] - query_start_loc[:-1])
+    sample_rows, _ = _without_padding(sample_rows, sample_rows)
+    sampled = sampled[: sample_rows.shape[0]]
     if sample_rows.shape[0]:
         at = num_tokens.index_select(0, sample_rows)
         token_ids[sample_rows, at] = sampled.clamp(min=0).int()
         num_tokens.index_copy_(0, sample_rows.long(), at + 1)
-    return num_computed_tokens, num_tokens, token_ids
+    return num_tokens, token_ids
 
 
-for _op in (apply_writes, gather_tokens, gather_blocks, commit_step):
+for _op in (apply_writes, gather_tokens, gather_blocks, advance_rows, store_tokens):
     _op.impl("triton", on_cuda, f"headrace.kernels.batch_prep_triton:{_op.name}")

@@ -2,7 +2,7 @@
 """One step's tensors, gathered on the device from the rows into buffers that stay where they are."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +12,13 @@ from headrace.attention.base import AttentionMetadata
 from headrace.core.output import ScheduledRow, SchedulerOutput
 from headrace.kernels.batch_prep import gather_blocks, gather_tokens
 from headrace.utils.math import cdiv
+from headrace.worker.padded_sizes import PaddedSize
 from headrace.worker.request_state import RequestState, RowSettings
+from headrace.worker.step_lists import StepLists
 from headrace.worker.upload import StepWords
+
+SizeOf = Callable[..., PaddedSize | None]
+"""`PaddedSteps.size_of`."""
 
 
 @dataclass(slots=True)
@@ -59,6 +64,11 @@ class SamplingRows:
     num_top: int
     """The most top log-probabilities that a row wants."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Argmax and nothing else."""
+        return not _subsets(self)
+
 
 @dataclass(slots=True)
 class PromptChunk:
@@ -84,14 +94,16 @@ class StagedStep:
     num_decode_rows: int
     max_query_len: int
     max_seq_len: int
-    rows: slice
-    starts: slice
-    logits: slice | None
+    size: PaddedSize | None = None
+    """The shape that the body runs in: its lists are in the state; None: they are in the step's words."""
+    rows: slice | None = None
+    starts: slice | None = None
+    logits: slice | None = None
     """None where every token's hidden state is one the head needs."""
-    sampling_rows: slice | None
-    """None where no row samples."""
-    sampling: SamplingRows | None
-    prompt_chunks: list[PromptChunk]
+    sampling_rows: slice | None = None
+    """None where no row samples, or where the list is in the state."""
+    sampling: SamplingRows | None = None
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -105,10 +117,10 @@ class StepBatch:
     metadata: AttentionMetadata
     rows: Tensor
     """int32 [num_rows], rows of the state."""
-    logits_index: Tensor | None
+    logits_index: Tensor | None = None
     """Which hidden states the head needs; None: all, in order."""
-    sampling: SamplingRows | None
-    prompt_chunks: list[PromptChunk]
+    sampling: SamplingRows | None = None
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
 
 
 def plain_rows(places: list[int], rows: list[int]) -> SamplingRows:
@@ -179,6 +191,7 @@ class InputBatch:
         device = state.words.device
         num_rows = state.records.shape[0]
         self._state = state
+        self.lists = StepLists(state)
         self._tokens_per_block = tokens_per_block
         self._vocab_size = vocab_size
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -190,8 +203,11 @@ class InputBatch:
         self._gather_tokens = gather_tokens.choose(device.type)
         self._gather_blocks = gather_blocks.choose(device.type)
 
-    def stage(self, plan: SchedulerOutput, words: StepWords) -> StagedStep:
-        """Stage the lists of a step: rows, query starts, rows of the logits, and each subset of the sampling rows."""
+    def stage(self, plan: SchedulerOutput, words: StepWords, size_of: SizeOf | None = None) -> StagedStep:
+        """Stage the lists of a step: rows, query starts, rows of the logits, and each subset of the sampling rows.
+
+        size_of: which shape a step is padded to, if any are.
+        """
         scheduled, state = plan.scheduled, self._state
         rows: list[int] = []
         starts, places, last_tokens = [0], list[int](), list[int]()
@@ -210,103 +226,136 @@ class InputBatch:
                 max_query_len = count
             if row.start + count > max_seq_len:
                 max_seq_len = row.start + count
-        staged = StagedStep(
-            num_tokens=num_tokens,
-            num_rows=len(rows),
-            num_decode_rows=num_decode_rows,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            rows=words.read(rows),
-            starts=words.read(starts),
-            logits=words.read(last_tokens) if places and len(places) < num_tokens else None,
-            sampling_rows=None,
-            sampling=None,
-            prompt_chunks=prompt_chunks(scheduled, state.settings) if state.num_prompt_scored else [],
-        )
+        staged = StagedStep(num_tokens, len(rows), num_decode_rows, max_query_len, max_seq_len)
+        if state.num_prompt_scored:
+            staged.prompt_chunks = prompt_chunks(scheduled, state.settings)
+        # The head of a padded step gets the sampling rows' hidden states only; prompt scores want more.
+        if size_of is not None and scheduled and not staged.prompt_chunks:
+            staged.size = size_of(num_tokens, len(rows), is_decode=max_query_len == 1)
+        if staged.size is None:
+            staged.rows, staged.starts = words.read(rows), words.read(starts)
+            if places and len(places) < num_tokens:
+                staged.logits = words.read(last_tokens)
+        sample_rows = rows if len(places) == len(rows) else [rows[place] for place in places]
         if places:
-            self._stage_sampling(staged, scheduled, rows, places, words)
+            self._stage_sampling(staged, scheduled, sample_rows, places, words)
+        if size_of is not None:
+            if staged.size is not None:
+                self.lists.stage("rows", rows, -1, words)
+                self.lists.stage("query_start_loc", starts, num_tokens, words)
+                self.lists.stage("sampled", last_tokens, 0, words)
+            self.lists.stage("sample_rows", sample_rows, -1, words)
         return staged
 
     def _stage_sampling(
         self,
         staged: StagedStep,
         scheduled: Sequence[ScheduledRow],
-        rows: list[int],
+        sample_rows: list[int],
         places: list[int],
         words: StepWords,
     ) -> None:
         """The sampling rows and their subsets. A list that is the step's rows, or all sampling rows, is sent once."""
         state = self._state
-        is_every_row = len(places) == len(rows)
         if state.num_not_plain:
             sampling = sampling_rows(scheduled, places, state.settings, self._vocab_size)
         else:
-            sampling = plain_rows(places, rows if is_every_row else [rows[place] for place in places])
+            sampling = plain_rows(places, sample_rows)
         staged.sampling = sampling
-        staged.sampling_rows = staged.rows if is_every_row else words.read(sampling.rows.rows)
+        if staged.size is None:
+            is_every_row = len(places) == staged.num_rows
+            staged.sampling_rows = staged.rows if is_every_row else words.read(sampling.rows.rows)
         for subset in _subsets(sampling):
             if not subset.is_all:
                 subset.where = words.read(subset.places), words.read(subset.rows)
 
     def gather(self, words: StepWords, staged: StagedStep) -> StepBatch:
         """Fill the buffers for a step whose words have been sent."""
-        num_rows, num_tokens, max_query_len = staged.num_rows, staged.num_tokens, staged.max_query_len
-        rows = words.view(staged.rows)
-        starts = self._query_start_loc[: num_rows + 1]
+        assert staged.rows is not None and staged.starts is not None, "a padded step's lists lie in the state"
+        starts = self._query_start_loc[: staged.num_rows + 1]
         starts.copy_(words.view(staged.starts))
+        step = self._fill(
+            words.view(staged.rows), starts, staged.num_tokens, staged.num_decode_rows, staged.num_decode_rows,
+            staged.max_query_len, staged.max_seq_len,
+        )  # fmt: skip
+        step.logits_index = None if staged.logits is None else words.view(staged.logits)
+        step.prompt_chunks = staged.prompt_chunks
+        if staged.sampling is not None:
+            step.sampling = self.bind(words, staged)
+        return step
+
+    def gather_padded(self, size: PaddedSize) -> StepBatch:
+        """Fill the buffers for a padded step whose lists lie in the state. Nothing here depends on the step itself."""
+        num_rows = size.num_rows
+        return self._fill(
+            self.lists.view("rows", num_rows),
+            self.lists.view("query_start_loc", num_rows + 1),
+            size.num_tokens,
+            num_rows,
+            num_rows if size.is_decode else 0,
+            1 if size.is_decode else size.num_tokens,
+            self._state.token_ids.shape[1],
+        )
+
+    def bind(self, words: StepWords, staged: StagedStep) -> SamplingRows:
+        """The step's sampling rows with their tensors, once its words have been sent."""
+        sampling = staged.sampling
+        assert sampling is not None, "the step samples"
+        if staged.sampling_rows is None:
+            rows = self.lists.view("sample_rows", len(sampling.places))
+        else:
+            rows = words.view(staged.sampling_rows)
+        sampling.rows.row_index = rows
+        for subset in _subsets(sampling):
+            if subset.where is None:
+                subset.row_index = rows
+            else:
+                subset.place_index, subset.row_index = words.view(subset.where[0]), words.view(subset.where[1])
+        return sampling
+
+    def _fill(
+        self,
+        rows: Tensor,
+        starts: Tensor,
+        num_tokens: int,
+        num_decode_rows: int,
+        first_prefill_row: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> StepBatch:
+        """Gather tokens, slots and block tables, on the device; the numbers are ceilings."""
+        num_rows = rows.shape[0]
+        state, per_block = self._state, self._tokens_per_block
         input_ids, positions = self._input_ids[:num_tokens], self._positions[:num_tokens]
         seq_lens = self._seq_lens[:num_rows]
-        state, per_block = self._state, self._tokens_per_block
         self._gather_tokens(
-            rows, starts, state.num_computed_tokens, state.token_ids, num_tokens, max_query_len, input_ids, positions,
-            seq_lens,
-        )  # fmt: skip
-        width = cdiv(staged.max_seq_len, per_block)
+            rows, starts, state.num_computed_tokens, state.token_ids, max_query_len, input_ids, positions, seq_lens
+        )
+        width = cdiv(max_seq_len, per_block)
         tables, slots = [], []
         for group, table in enumerate(state.block_tables):
             tables.append(self._tables[group][:num_rows, : min(width, table.shape[1])])
             slots.append(self._slots[group][:num_tokens])
             self._gather_blocks(
-                rows, starts, positions, table, per_block, num_tokens, max_query_len, slots[-1], tables[-1]
+                rows, starts, positions, seq_lens, table, per_block, max_query_len, slots[-1], tables[-1]
             )
         metadata = AttentionMetadata(
             num_tokens=num_tokens,
             num_rows=num_rows,
-            num_decode_rows=staged.num_decode_rows,
+            num_decode_rows=num_decode_rows,
+            first_prefill_row=first_prefill_row,
             max_query_len=max_query_len,
-            max_seq_len=staged.max_seq_len,
+            max_seq_len=max_seq_len,
             query_start_loc=starts,
             seq_lens=seq_lens,
             positions=positions,
             block_tables=tuple(tables),
             slot_mapping=tuple(slots),
         )
-        if staged.sampling is not None and staged.sampling_rows is not None:
-            _bind(staged.sampling, words.view(staged.sampling_rows), words)
-        return StepBatch(
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            input_ids=input_ids,
-            positions=positions,
-            metadata=metadata,
-            rows=rows,
-            logits_index=None if staged.logits is None else words.view(staged.logits),
-            sampling=staged.sampling,
-            prompt_chunks=staged.prompt_chunks,
-        )
+        return StepBatch(num_tokens, num_rows, input_ids, positions, metadata, rows)
 
 
 def _subsets(sampling: SamplingRows) -> list[Subset]:
     """The subsets that there are."""
     some = (sampling.penalised, sampling.biased, sampling.banned, sampling.random, sampling.logprobs)
     return [subset for subset in some if subset is not None]
-
-
-def _bind(sampling: SamplingRows, rows: Tensor, words: StepWords) -> None:
-    """Give the subsets their tensors. rows: all sampling rows."""
-    sampling.rows.row_index = rows
-    for subset in _subsets(sampling):
-        if subset.where is None:
-            subset.row_index = rows
-        else:
-            subset.place_index, subset.row_index = words.view(subset.where[0]), words.view(subset.where[1])

@@ -2,20 +2,23 @@
 """Carries plans out: rows, tensors, body, head, sampler. Runs on the device's side of the launch queue."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.core.output import SchedulerOutput
-from headrace.kernels.batch_prep import commit_step
+from headrace.kernels.batch_prep import advance_rows, store_tokens
 from headrace.kernels.kv_cache import copy_blocks
 from headrace.kernels.logprobs import gather_logprobs
 from headrace.layers.build import ForwardContext
 from headrace.logger import get_logger
 from headrace.utils.math import cdiv
-from headrace.worker.input_batch import InputBatch, PromptChunk, StepBatch
+from headrace.worker.input_batch import InputBatch, PromptChunk, SamplingRows, StepBatch
 from headrace.worker.kv_cache import KVArenas
+from headrace.worker.padded_sizes import PaddedSizes
+from headrace.worker.padded_steps import ModelCalls, PaddedSteps
 from headrace.worker.request_state import RequestState, RowSettings
 from headrace.worker.sampler import Sampler
 from headrace.worker.step_result import LogprobColumns, StepResult, TokenBuffers
@@ -37,6 +40,30 @@ class RunnableModel(Protocol):
     def compute_logits(self, hidden_states: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How steps are padded."""
+
+    sizes: PaddedSizes
+    hidden_size: int
+    dtype: torch.dtype
+    """Of the hidden states and the logits."""
+    captures: bool
+    """Padded steps are captured as CUDA graphs (`ModelRunner.capture_next`)."""
+
+
+@dataclass(slots=True)
+class _RunStep:
+    """A step between its two launches."""
+
+    sampling: SamplingRows | None
+    """None where no row samples."""
+    logits: Tensor | None = None
+    """Of the sampling rows."""
+    token_ids: Tensor | None = None
+    """Picked and stored already."""
+
+
 class ModelRunner:
     """`forward(plan)` then `sample(plan, masks)` for each plan, in the order of their launch."""
 
@@ -50,9 +77,14 @@ class ModelRunner:
         vocab_size: int,
         *,
         clear_new_blocks: bool,
+        padding: Padding | None = None,
     ) -> None:
-        """clear_new_blocks: zero a block when a row takes it. For attention that multiplies masked places by 0, where
-        NaN left behind by a failed request would reach the block's next owner."""
+        """
+        Args:
+            padding: steps that fit run padded to its sizes.
+            clear_new_blocks: zero a block when a row takes it. For attention that multiplies masked places by 0, where
+                NaN left behind by a failed request would reach the block's next owner.
+        """
         self._model = model
         self._state = state
         self._arenas = arenas
@@ -65,20 +97,32 @@ class ModelRunner:
         self._batch = InputBatch(state, max_num_tokens, tokens_per_block, vocab_size)
         self._sampler = Sampler(state)
         self._token_buffers = TokenBuffers(state.records.shape[0])
-        self._commit: Callable[..., object] = commit_step.choose(device_type)
+        self._advance: Callable[..., object] = advance_rows.choose(device_type)
+        self._store: Callable[..., object] = store_tokens.choose(device_type)
         self._copy_blocks: Callable[..., object] = copy_blocks.choose(device_type)
         self._prompt_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] = gather_logprobs.choose(device_type)
-        self._step: StepBatch | None = None
-        self._logits: Tensor | None = None
+        self._padded: PaddedSteps | None = None
+        if padding is not None:
+            calls = ModelCalls(self._run_body, model.compute_logits, padding.hidden_size, vocab_size, padding.dtype)
+            self._padded = PaddedSteps(padding.sizes, calls, self._batch, state, captures=padding.captures)
+        self._step: _RunStep | None = None
         self._result = StepResult()
+
+    def capture_next(self) -> bool:
+        """Capture one more CUDA graph, while no step is in flight. False: there is none left."""
+        if self._padded is None:
+            return False
+        self._batch.lists.forget()
+        return self._padded.capture_next()
 
     def forward(self, plan: SchedulerOutput) -> None:
         """Change the rows as the plan says, run the body over its tokens, and the head where a token is sampled."""
         self._result = StepResult()
-        self._step = self._logits = None
+        self._step = None
         try:
-            self._forward(plan)
+            self._step = self._forward(plan)
         except Exception as error:
+            self._batch.lists.forget()
             self._fail(error)
 
     def sample(self, plan: SchedulerOutput, masks: None) -> StepResult:
@@ -91,10 +135,10 @@ class ModelRunner:
                 self._fail(error)
         return result
 
-    def _forward(self, plan: SchedulerOutput) -> None:
+    def _forward(self, plan: SchedulerOutput) -> _RunStep | None:
         words = StepWords()
         self._state.stage(plan, words)
-        staged = self._batch.stage(plan, words)
+        staged = self._batch.stage(plan, words, None if self._padded is None else self._padded.size_of)
         copies = _stage_copies(plan, words)
         self._uploader.send(words)
         if self._clear_new_blocks:
@@ -102,14 +146,45 @@ class ModelRunner:
         for group, pairs in copies.items():
             self._copy_blocks(self._arenas.groups[group], words.view(pairs).view(-1, 2))
         if not plan.scheduled:
-            return
-        step = self._step = self._batch.gather(words, staged)
+            return None
+        if self._padded is not None and staged.size is not None:
+            self._padded.body(staged.size)
+            sampling = None if staged.sampling is None else self._batch.bind(words, staged)
+            return self._run_head(_RunStep(sampling), None)
+        step = self._batch.gather(words, staged)
         hidden_states = self._run_body(step)
+        self._advance(step.rows, step.metadata.query_start_loc, self._state.num_computed_tokens)
         for chunk in step.prompt_chunks:
             self._result.prompt_logprobs.append((chunk, self._score_prompt(hidden_states, chunk)))
-        if step.sampling is not None:
-            picked = hidden_states if step.logits_index is None else hidden_states[step.logits_index]
-            self._logits = self._model.compute_logits(picked)
+        if step.sampling is not None and step.logits_index is not None:
+            hidden_states = hidden_states[step.logits_index]
+        return self._run_head(_RunStep(step.sampling), hidden_states)
+
+    def _run_head(self, step: _RunStep, hidden_states: Tensor | None) -> _RunStep:
+        """Logits of the rows that sample; their tokens at once where that is an argmax of a padded step.
+
+        hidden_states: theirs; None: they lie where a padded body leaves them.
+        """
+        sampling, padded = step.sampling, self._padded
+        if sampling is None:
+            return step
+        num_rows = len(sampling.places)
+        num_padded = None if padded is None else padded.rows_of_head(num_rows)
+        if padded is None or num_padded is None:
+            if hidden_states is None:
+                assert padded is not None, "only a padded body leaves its hidden states elsewhere"
+                hidden_states = padded.picked[:num_rows]
+            step.logits = self._model.compute_logits(hidden_states)
+            return step
+        if hidden_states is not None:
+            padded.picked[:num_rows].copy_(hidden_states)
+        if sampling.is_plain:
+            padded.greedy(num_padded)
+            step.token_ids = padded.token_ids[:num_rows]
+        else:
+            padded.head(num_padded)
+            step.logits = padded.logits[:num_rows]
+        return step
 
     def _clear(self, plan: SchedulerOutput) -> None:
         """Zero the blocks that rows take with this plan; those found in the prefix cache hold what they should."""
@@ -146,27 +221,26 @@ class ModelRunner:
                 if has is not None and has.error is not None:
                     result.row_errors[place] = has.error
         sampling = step.sampling
-        starts = step.metadata.query_start_loc
-        if sampling is None or self._logits is None:
-            self._commit_step(step, starts, step.rows[:0], step.rows[:0])
-        else:
-            sampled = self._sampler(self._logits, sampling)
-            assert sampling.rows.row_index is not None
-            self._commit_step(step, starts, sampling.rows.row_index, sampled.token_ids)
+        if sampling is not None:
+            token_ids = step.token_ids
+            if token_ids is None:
+                token_ids = self._pick(step, sampling)
             result.sampling = sampling
-            result.token_ids = self._token_buffers.to_host(sampled.token_ids)
-            if sampled.logprobs is not None and sampling.logprobs is not None:
-                result.logprobs = LogprobColumns.of(sampled.logprobs)
-                result.num_top = [_num_top(settings[row]) for row in sampling.logprobs.rows]
+            result.token_ids = self._token_buffers.to_host(token_ids)
         if self._is_cuda:
             result.ready = torch.cuda.Event()
             result.ready.record()
 
-    def _commit_step(self, step: StepBatch, starts: Tensor, sample_rows: Tensor, token_ids: Tensor) -> None:
-        state = self._state
-        self._commit(
-            step.rows, starts, sample_rows, token_ids, state.num_computed_tokens, state.num_tokens, state.token_ids
-        )
+    def _pick(self, step: _RunStep, sampling: SamplingRows) -> Tensor:
+        """Sample from the step's logits and store the tokens into the rows."""
+        assert step.logits is not None and sampling.rows.row_index is not None, "a step that samples has logits"
+        sampled = self._sampler(step.logits, sampling)
+        state, settings = self._state, self._state.settings
+        self._store(sampling.rows.row_index, sampled.token_ids, state.num_tokens, state.token_ids)
+        if sampled.logprobs is not None and sampling.logprobs is not None:
+            self._result.logprobs = LogprobColumns.of(sampled.logprobs)
+            self._result.num_top = [_num_top(settings[row]) for row in sampling.logprobs.rows]
+        return sampled.token_ids
 
     def _score_prompt(self, hidden_states: Tensor, chunk: PromptChunk) -> list[LogprobColumns]:
         """Log-probabilities of the prompt tokens that follow a chunk's, a few rows of logits at a time."""

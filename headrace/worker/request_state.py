@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from headrace.core.output import AdmittedRequest, SchedulerOutput
 from headrace.core.request import SamplingSpec
+from headrace.utils.math import round_up
 from headrace.worker.device import lazy_zeros
 from headrace.worker.upload import StepWords
 
@@ -30,6 +32,12 @@ NUM_COMPUTED, NUM_TOKENS, NUM_PROMPT, MIN_TOKENS, TOP_K, CHOICE, SEED = 0, 1, 2,
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = 8, 9, 10, 11, 12, 13
 RECORD_WORDS = 16
 _RECORD = struct.Struct("<6iQ6f8x")
+
+STEP_LISTS = ("rows", "query_start_loc", "sampled", "sample_rows")
+"""Lists of a step that runs padded, at fixed addresses: its rows, -1 for padding; their first tokens; the token whose
+hidden state each sampling row needs, 0 for padding; the sampling rows, -1 for padding."""
+LIST_ALIGNMENT = 4
+"""Words: 16 bytes, for which kernels are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +101,15 @@ class RequestState:
     def __init__(self, num_rows: int, max_seq_len: int, max_blocks: Sequence[int], device: torch.device) -> None:
         """max_blocks: entries of a row's block table, per KV group."""
         sizes = [RECORD_WORDS, max_seq_len, *max_blocks, MAX_BANNED_IDS, MAX_BIAS_IDS, MAX_BIAS_IDS]
-        self.words = lazy_zeros((num_rows * sum(sizes),), torch.int32, device)
-        """Every region below, one after another, each [num_rows, size]."""
+        num_words = num_rows * sum(sizes)
+        list_words = round_up(num_rows + 1, LIST_ALIGNMENT)
+        self.words = lazy_zeros(
+            (round_up(num_words, LIST_ALIGNMENT) + len(STEP_LISTS) * list_words,), torch.int32, device
+        )
+        """Every region below, one after another, each [num_rows, size]; then the step lists."""
+        self.list_starts = {
+            name: round_up(num_words, LIST_ALIGNMENT) + index * list_words for index, name in enumerate(STEP_LISTS)
+        }
         self._sizes = sizes
         self._starts = [num_rows * sum(sizes[:i]) for i in range(len(sizes))]
         regions = [
@@ -114,11 +129,23 @@ class RequestState:
         self.bias_values = regions[-1].view(torch.float32)
         self.banned_ids.fill_(-1)
         self.bias_ids.fill_(-1)
+        self.clear_step_lists()
         self.settings: list[RowSettings | None] = [None] * num_rows
         self.num_not_plain = self.num_prompt_scored = self.num_failed = 0
         """Rows held whose settings are not plain, want prompt log-probabilities, are in error: what a step without any
         need not look for."""
         self._ban_width = self._bias_width = 0
+
+    def step_list(self, name: str, length: int) -> Tensor:
+        """The first entries of a list in `STEP_LISTS`: int32 [length]."""
+        start = self.list_starts[name]
+        return self.words[start : start + length]
+
+    def clear_step_lists(self) -> None:
+        """Make the step's lists those of a step that is all padding."""
+        size = self.records.shape[0]
+        for name, value in (("rows", -1), ("query_start_loc", 0), ("sampled", 0), ("sample_rows", -1)):
+            self.step_list(name, size + 1).fill_(value)
 
     def stage(self, plan: SchedulerOutput, words: StepWords) -> None:
         """Stage what a plan changes, in its order: rows freed, requests admitted, blocks appended."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.kernels.greedy import FAILED, finite_argmax
 from headrace.kernels.logprobs import gather_logprobs
 from headrace.kernels.sampling import add_at, apply_penalties, draw, filter_threshold, uniforms
 from headrace.worker.input_batch import SamplingRows, Subset
@@ -44,9 +45,6 @@ from headrace.worker.request_state import (
     TOP_P,
     RequestState,
 )
-
-FAILED = -1
-"""The token of a row that could not sample."""
 
 
 @dataclass(slots=True)
@@ -71,9 +69,13 @@ class Sampler:
         self._uniforms: Callable[..., Tensor] = uniforms.choose(device_type)
         self._draw: Callable[..., Tensor] = draw.choose(device_type)
         self._logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] = gather_logprobs.choose(device_type)
+        self._argmax: Callable[[Tensor, Tensor], Tensor] = finite_argmax.choose(device_type)
 
     def __call__(self, logits: Tensor, sampling: SamplingRows) -> SampledTokens:
         """logits: [num sampling rows, vocab] in the model's dtype; overwritten."""
+        if sampling.is_plain:
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            return SampledTokens(self._argmax(logits, tokens), None)
         logits = logits.float()
         wanted = sampling.logprobs
         raw = None

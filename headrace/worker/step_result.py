@@ -52,7 +52,8 @@ class TokenBuffers:
     def to_host(self, token_ids: Tensor) -> HostTokens:
         """Start the tokens on their way."""
         if token_ids.device.type == "cpu":
-            return HostTokens(token_ids)
+            # Padded steps pick into the same place every time.
+            return HostTokens(token_ids.clone())
         buffer = self._free.pop() if self._free else torch.empty(self._num_rows, dtype=torch.int64, pin_memory=True)
         tensor = buffer[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
         return HostTokens(tensor, buffer, self._free)

@@ -63,6 +63,7 @@ class World:
             num_tokens=sum(counts),
             num_rows=len(rows),
             num_decode_rows=sum(count == 1 for count in counts),
+            first_prefill_row=sum(count == 1 for count in counts),
             max_query_len=max(counts),
             max_seq_len=max(lens),
             query_start_loc=starts,

@@ -33,6 +33,7 @@ def decode_metadata(lens: torch.Tensor, table: torch.Tensor, max_seq_len: int) -
         num_tokens=rows,
         num_rows=rows,
         num_decode_rows=rows,
+        first_prefill_row=rows,
         max_query_len=1,
         max_seq_len=max_seq_len,
         query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device="cuda"),
@@ -172,7 +173,8 @@ def test_offsets_pass_two_to_the_31() -> None:
     lens = torch.tensor([tokens], dtype=torch.int32, device="cuda")
     last = backend.forward(q[-1:].contiguous(), layer, decode_metadata(lens, table, 64), 0)
     prefill = decode_metadata(lens, table, 64)
-    prefill.num_tokens, prefill.num_decode_rows, prefill.max_query_len = tokens, 0, tokens
+    prefill.num_tokens, prefill.max_query_len = tokens, tokens
+    prefill.num_decode_rows = prefill.first_prefill_row = 0
     prefill.query_start_loc = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
     got = backend.forward(q, layer, prefill, 0)
     expected = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True)[0]

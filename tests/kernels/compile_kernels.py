@@ -24,11 +24,13 @@ from headrace.kernels.attention_decode import decode_kernel, plan_kernel, reduce
 from headrace.kernels.attention_prefill import prefill_kernel
 from headrace.kernels.attention_tile import SHARED_MEMORY, block_dim, decode_tile, prefill_tile
 from headrace.kernels.batch_prep_triton import (
+    advance_rows_kernel,
     apply_writes_kernel,
-    commit_step_kernel,
     gather_blocks_kernel,
     gather_tokens_kernel,
+    store_tokens_kernel,
 )
+from headrace.kernels.greedy_triton import argmax_kernel, argmax_part_kernel
 from headrace.kernels.kv_cache_triton import copy_blocks_kernel
 from headrace.kernels.norm_triton import fused_add_rms_norm_kernel, rms_norm_kernel
 from headrace.kernels.rope_triton import qk_norm_rope_cache_write_kernel
@@ -38,11 +40,11 @@ from headrace.kernels.sampling_triton import draw_kernel, filter_threshold_kerne
 # 16, as they are at a real launch, except those a kernel is not specialised on.
 TYPES = {
     "fp32": ("eps", "offset", "scale_log2", "softcap"),
-    "*fp32": ("partial", "partial_lse", "logits", "top_p", "min_p", "thresholds"),
+    "*fp32": ("part_value", "partial", "partial_lse", "logits", "top_p", "min_p", "thresholds"),
     "*fp64": ("uniform",),
     "*i32": (
         "block_table", "query_start_loc", "seq_lens", "item_row", "row_items", "state", "staged", "rows", "tables",
-        "num_computed_tokens", "token_ids", "sample_rows", "choices", "top_k",
+        "num_computed_tokens", "token_ids", "sample_rows", "part_index", "choices", "top_k",
     ),
     "*i64": ("positions", "slots", "pairs", "input_ids", "slot_mapping", "sampled", "seeds"),
     "*model": ("x", "weight", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena"),
@@ -121,7 +123,10 @@ def step_variants() -> Iterator[Variant]:
     yield Variant(apply_writes_kernel, {"RECORD": 4, "BLOCK": 1024})
     yield Variant(gather_tokens_kernel, {"BLOCK": 1024})
     yield Variant(gather_blocks_kernel, {"TOKENS_PER_BLOCK": 32, "BLOCK": 1024})
-    yield Variant(commit_step_kernel, {"BLOCK": 1024}, types={"num_tokens": "*i32"})
+    yield Variant(advance_rows_kernel, {"BLOCK": 1024})
+    yield Variant(store_tokens_kernel, {"BLOCK": 1024}, types={"num_tokens": "*i32"})
+    yield Variant(argmax_part_kernel, {"BLOCK": 4096}, 8, types={"logits": "*model"})
+    yield Variant(argmax_kernel, {"BLOCK": 64}, types={"out": "*i64"})
     yield Variant(uniforms_kernel, {"BLOCK": 256}, types={"positions": "*i32", "out": "*fp64"})
     yield Variant(filter_threshold_kernel, {"BLOCK": 4096}, 8, types={"out": "*fp32"})
     yield Variant(draw_kernel, {"HAS_THRESHOLD": True, "BLOCK": 4096}, 8, types={"out": "*i64"})

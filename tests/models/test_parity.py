@@ -166,6 +166,7 @@ class PagedModel:
             num_tokens=len(ids) + padding,
             num_rows=len(work),
             num_decode_rows=sum(n == 1 for n in counts),
+            first_prefill_row=sum(n == 1 for n in counts),
             max_query_len=max(counts),
             max_seq_len=max(lens),
             query_start_loc=self.tensor([0, *counts]).cumsum(0).int(),

@@ -14,7 +14,8 @@ from headrace.core.scheduler import Scheduler, SchedulerLimits
 from headrace.layers.build import ForwardContext
 from headrace.worker.kv_cache import KVArenas
 from headrace.worker.launch_queue import LaunchQueue, ThreadQueue
-from headrace.worker.model_runner import ModelRunner
+from headrace.worker.model_runner import ModelRunner, Padding
+from headrace.worker.padded_sizes import PaddedSizes
 from headrace.worker.request_state import RequestState
 from headrace.worker.step_result import PendingOutput
 
@@ -43,8 +44,10 @@ class StandIn:
             raise error
         meta, cache = fwd.attention, fwd.kv_caches[1]
         slots = meta.slot_mapping[0]
-        cache[slots // PER_BLOCK, 0, 0, slots % PER_BLOCK] = self.embedding[fwd.input_ids]
-        cache[slots // PER_BLOCK, 1, 0, slots % PER_BLOCK] = fwd.positions[:, None].float()
+        new = slots >= 0
+        slots = slots[new]
+        cache[slots // PER_BLOCK, 0, 0, slots % PER_BLOCK] = self.embedding[fwd.input_ids[new]]
+        cache[slots // PER_BLOCK, 1, 0, slots % PER_BLOCK] = fwd.positions[new, None].float()
         out = torch.zeros(meta.num_tokens, HIDDEN)
         starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
         for row in range(meta.num_rows):
@@ -91,6 +94,7 @@ class Bench:
         max_num_tokens: int = MAX_NUM_TOKENS,
         max_prefill_tokens: int = 16,
         queue: LaunchQueue | None = None,
+        is_padded: bool = False,
     ) -> None:
         self.model = model or StandIn()
         self.cache = KVCacheManager(num_blocks, PER_BLOCK)
@@ -100,8 +104,10 @@ class Bench:
         self.state = RequestState(max_batch_size, MAX_SEQ_LEN, [MAX_SEQ_LEN // PER_BLOCK], CPU)
         groups = group_layers([KvSpec(1, HIDDEN, dtype="float32")] * 2)
         arenas = KVArenas(groups, num_blocks, PER_BLOCK, torch.float32, CPU)
+        sizes = PaddedSizes(max_batch_size, [1, 2, max_batch_size], [4, 9, 16, max_num_tokens])
+        padding = Padding(sizes, HIDDEN, torch.float32, captures=False) if is_padded else None
         self.runner = ModelRunner(
-            self.model, self.state, arenas, max_num_tokens, PER_BLOCK, VOCAB, clear_new_blocks=True
+            self.model, self.state, arenas, max_num_tokens, PER_BLOCK, VOCAB, clear_new_blocks=True, padding=padding
         )
         self.queue = queue or ThreadQueue(1)
         self.deltas: dict[str, list] = {}

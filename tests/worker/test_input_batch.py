@@ -5,8 +5,8 @@ import torch
 
 from headrace.core.output import AdmittedRequest, CachePlan, ScheduledRow, SchedulerOutput
 from headrace.core.request import SamplingSpec
-from headrace.kernels.batch_prep import gather_blocks, gather_tokens
 from headrace.worker.input_batch import InputBatch, StepBatch, prompt_chunks, sampling_rows
+from headrace.worker.padded_sizes import PaddedSize
 from headrace.worker.request_state import RequestState
 from headrace.worker.upload import StepWords, Uploader
 
@@ -63,17 +63,51 @@ def test_a_decode_step_needs_no_index_for_its_logits() -> None:
 
 
 def test_padding_writes_no_kv_and_has_no_length() -> None:
-    _, state = gathered([admitted(1, 5, 0)], [ScheduledRow(1, 5, True, 0)])
-    rows, starts = torch.tensor([1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
-    ids, positions, slots = (torch.full((8,), 77) for _ in range(3))
-    lens = torch.full((3,), 77, dtype=torch.int32)
-    tables = torch.full((3, 4), 77, dtype=torch.int32)
-    gather_tokens(rows, starts, state.num_computed_tokens, state.token_ids, 5, 5, ids, positions, lens)
-    gather_blocks(rows, starts, positions, state.block_tables[0], 4, 5, 5, slots, tables)
-    assert ids[5:].tolist() == positions[5:].tolist() == [0, 0, 0]
-    assert slots[5:].tolist() == [-1, -1, -1]
-    assert lens.tolist() == [5, 0, 0]
-    assert not tables[1:].any()
+    state = RequestState(6, 32, [8], CPU)
+    batch = InputBatch(state, 64, 4, 1000)
+    size = PaddedSize(8, 4, False)
+    # A longer step first, so that something of it could show.
+    for step_id, (requests, scheduled) in enumerate(
+        (
+            ([admitted(1, 7, 0), admitted(4, 3, 2)], [ScheduledRow(4, 1, True, 2), ScheduledRow(1, 7, True, 0)]),
+            ([admitted(2, 5, 0)], [ScheduledRow(2, 5, True, 0)]),
+        )
+    ):
+        words = StepWords()
+        plan = SchedulerOutput(step_id, [1, 4], requests, [], CachePlan(), scheduled)
+        state.stage(plan, words)
+        staged = batch.stage(plan, words, lambda *_, **__: size)
+        Uploader(state.words).send(words)
+        step = batch.gather_padded(size)
+    assert staged.size == size
+    meta = step.metadata
+    assert step.input_ids.tolist() == [*range(200, 205), 0, 0, 0]
+    assert step.positions.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert meta.slot_mapping[0].tolist() == [80, 81, 82, 83, 84, -1, -1, -1]
+    assert meta.query_start_loc.tolist() == [0, 5, 5, 5, 5]
+    assert meta.seq_lens.tolist() == [5, 0, 0, 0]
+    assert step.rows.tolist() == [2, -1, -1, -1]
+    assert batch.lists.view("sampled", 3).tolist() == [4, 0, 0]
+    assert batch.lists.view("sample_rows", 3).tolist() == [2, -1, -1]
+    assert (meta.num_decode_rows, meta.first_prefill_row) == (4, 0)
+
+
+def test_a_steps_lists_are_sent_only_where_they_differ_from_the_last_ones() -> None:
+    state = RequestState(6, 32, [8], CPU)
+    batch = InputBatch(state, 64, 4, 1000)
+    scheduled = [ScheduledRow(4, 1, True, 2), ScheduledRow(1, 1, True, 6)]
+    plan = SchedulerOutput(1, [], [admitted(1, 7, 6), admitted(4, 3, 2)], [], CachePlan(), scheduled)
+    counts = []
+    for again in range(4):
+        words = StepWords()
+        if again == 0:
+            state.stage(plan, words)
+        before = words.num_writes
+        batch.stage(plan, words, lambda *_, **__: PaddedSize(2, 2, True))
+        counts.append(words.num_writes - before)
+        if again == 2:
+            batch.lists.forget()
+    assert counts == [4, 0, 0, 4]
 
 
 def test_prompt_scores_cover_each_prompt_token_but_the_first_once() -> None:

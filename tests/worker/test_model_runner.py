@@ -31,9 +31,10 @@ def prompts(count: int, longest: int = 40) -> dict[str, list[int]]:
     return made
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_chunked_batched_requests_get_the_tokens_of_a_run_alone(depth: int) -> None:
-    bench = Bench(max_prefill_tokens=5, max_num_tokens=12)
+def test_chunked_batched_requests_get_the_tokens_of_a_run_alone(depth: int, is_padded: bool) -> None:
+    bench = Bench(max_prefill_tokens=5, max_num_tokens=12, is_padded=is_padded)
     wanted = {}
     for name, prompt in prompts(11).items():
         bench.add(name, prompt, max_tokens=9)
@@ -42,9 +43,10 @@ def test_chunked_batched_requests_get_the_tokens_of_a_run_alone(depth: int) -> N
     bench.close()
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preempted_requests_resume_with_the_same_tokens(depth: int) -> None:
-    bench = Bench(num_blocks=25, max_batch_size=4)
+def test_preempted_requests_resume_with_the_same_tokens(depth: int, is_padded: bool) -> None:
+    bench = Bench(num_blocks=25, max_batch_size=4, is_padded=is_padded)
     wanted = {}
     for name, prompt in prompts(6, 20).items():
         bench.add(name, prompt, max_tokens=40)
@@ -52,6 +54,27 @@ def test_preempted_requests_resume_with_the_same_tokens(depth: int) -> None:
     assert bench.run(depth) == wanted
     assert bench.scheduler.counters.num_preemptions > 0
     bench.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_padded_steps_give_every_kind_of_row_what_plain_ones_do(depth: int) -> None:
+    kinds = [
+        {},
+        {"temperature": 0.8, "seed": 3, "top_k": 20},
+        {"logprobs": 2},
+        {"prompt_logprobs": 1},
+        {"repetition_penalty": 1.3, "logit_bias": {3: 1.5}},
+        {"min_tokens": 6, "eos_token_ids": list(range(0, VOCAB, 2))},
+    ]
+    deltas = []
+    for is_padded in (False, True):
+        bench = Bench(max_prefill_tokens=9, max_num_tokens=20, is_padded=is_padded)
+        for index, (name, prompt) in enumerate(prompts(12).items()):
+            bench.add(name, prompt, **kinds[index % len(kinds)])
+        bench.run(depth)
+        deltas.append(bench.deltas)
+        bench.close()
+    assert deltas[0] == deltas[1]
 
 
 def test_reused_prefixes_give_the_same_tokens(bench: Bench) -> None:
@@ -89,13 +112,14 @@ def test_the_host_is_ahead_of_a_slow_device() -> None:
     bench.close()
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_with_nan_logits_fails_alone(depth: int) -> None:
+def test_a_row_with_nan_logits_fails_alone(depth: int, is_padded: bool) -> None:
     model = StandIn()
     good = {"a": [1, 2, 3], "c": [4, 5]}
     seen = {t for prompt in good.values() for t in prompt + model.greedy(prompt, 8)}
     model.broken_token = next(t for t in range(VOCAB) if t not in seen)
-    bench = Bench(model)
+    bench = Bench(model, is_padded=is_padded)
     bench.add("a", good["a"])
     bench.add("b", [9, model.broken_token])
     bench.add("c", good["c"])
@@ -107,9 +131,10 @@ def test_a_row_with_nan_logits_fails_alone(depth: int) -> None:
     bench.close()
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_exception_ends_its_steps_requests_and_the_worker_goes_on(depth: int) -> None:
-    bench = Bench()
+def test_an_exception_ends_its_steps_requests_and_the_worker_goes_on(depth: int, is_padded: bool) -> None:
+    bench = Bench(is_padded=is_padded)
     bench.add("a", [1, 2, 3])
     bench.model.raises = ValueError("no such luck")
     bench.run(depth)

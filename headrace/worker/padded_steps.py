@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of fixed shapes: their bodies, heads and greedy samplers, each a CUDA graph once it is captured.
+
+A step that fits runs padded to one of a few shapes. Its lists lie at fixed addresses in the request state, its kernels
+read all lengths on the device, and what leaves a graph goes into buffers of fixed addresses, so the same few graphs
+serve every step. All share one memory pool: a graph's own memory is free again when the next one runs.
+
+Nothing is captured that was not run once before, so whatever compiles or allocates at first use has done so. Without
+capturing (`captures=False`) the same calls run one by one: the specification of the graphs, which must give the same.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.batch_prep import advance_rows, store_tokens
+from headrace.kernels.greedy import finite_argmax
+from headrace.worker.input_batch import InputBatch, StepBatch
+from headrace.worker.padded_sizes import PaddedSize, PaddedSizes
+from headrace.worker.request_state import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCalls:
+    """What is captured of a model."""
+
+    forward: Callable[[StepBatch], Tensor]
+    """A step -> hidden states [num_tokens, hidden_size]."""
+    compute_logits: Callable[[Tensor], Tensor]
+    """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+
+
+class PaddedSteps:
+    """Runs padded steps; captures them one at a time, when asked."""
+
+    def __init__(
+        self, sizes: PaddedSizes, model: ModelCalls, batch: InputBatch, state: RequestState, *, captures: bool
+    ) -> None:
+        device = state.words.device
+        num_rows = state.records.shape[0]
+        self._sizes = sizes
+        self._model = model
+        self._batch = batch
+        self._state = state
+        self._advance: Callable[..., object] = advance_rows.choose(device.type)
+        self._store: Callable[..., object] = store_tokens.choose(device.type)
+        self._argmax: Callable[[Tensor, Tensor], Tensor] = finite_argmax.choose(device.type)
+        self.picked = torch.zeros(num_rows, model.hidden_size, dtype=model.dtype, device=device)
+        """The hidden states that the head needs, of a step's sampling rows."""
+        self.logits = torch.zeros(num_rows, model.vocab_size, dtype=model.dtype, device=device)
+        """Theirs, where `head` made them."""
+        self.token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """The tokens that `greedy` picked."""
+        self._captures = captures
+        self._pool = torch.cuda.graph_pool_handle() if captures else None
+        self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
+        self._to_capture = list(self._all_calls()) if captures else []
+        self._to_capture.reverse()
+
+    def size_of(self, num_tokens: int, num_rows: int, *, is_decode: bool) -> PaddedSize | None:
+        """The shape that a step runs in; None: it runs as it is."""
+        size = self._sizes.of_body(num_tokens, num_rows, is_decode=is_decode)
+        while size is not None and self._captures and size not in self._graphs:
+            # Not captured yet: the next larger one that is.
+            size = self._sizes.of_body(size.num_tokens + 1, size.num_rows + 1, is_decode=size.is_decode)
+        return size
+
+    def rows_of_head(self, num_rows: int) -> int | None:
+        """The number of rows that the head of a step runs with; None: it runs as it is."""
+        found = self._sizes.of_head(num_rows)
+        while found is not None and self._captures and ("greedy", found) not in self._graphs:
+            found = self._sizes.of_head(found + 1)
+        return found
+
+    def body(self, size: PaddedSize) -> None:
+        """Run the body of the step whose lists lie in the state; its sampling rows' hidden states are in `picked`."""
+        self._run(size, self._body, size)
+
+    def head(self, num_rows: int) -> None:
+        """From `picked` to `logits`."""
+        self._run(("head", num_rows), self._head, num_rows)
+
+    def greedy(self, num_rows: int) -> None:
+        """From `picked` to `token_ids`, stored into the rows of the list `sample_rows`."""
+        self._run(("greedy", num_rows), self._greedy, num_rows)
+
+    def capture_next(self) -> bool:
+        """Capture one more call. False: there is none left. The state's step lists are overwritten."""
+        if not self._to_capture:
+            return False
+        key, call = self._to_capture.pop()
+        self._state.clear_step_lists()
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            call()
+        self._graphs[key] = graph
+        return True
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def _run(self, key: object, call: Callable[..., None], size: object) -> None:
+        graph = self._graphs.get(key)
+        if graph is None:
+            call(size)
+        else:
+            graph.replay()
+
+    def _all_calls(self) -> Iterator[tuple[object, Callable[[], None]]]:
+        """What to capture, in the order of how soon it is needed: a size's head comes before its body is used."""
+        bodies = self._sizes.body_sizes()
+        for num_rows in self._sizes.decode:
+            yield ("greedy", num_rows), lambda n=num_rows: self._greedy(n)
+            yield ("head", num_rows), lambda n=num_rows: self._head(n)
+        for size in sorted(bodies, key=lambda size: (size.num_tokens, not size.is_decode)):
+            yield size, lambda s=size: self._body(s)
+
+    def _body(self, size: PaddedSize) -> None:
+        step = self._batch.gather_padded(size)
+        hidden_states = self._model.forward(step)
+        state, num_rows = self._state, size.num_rows
+        sampled = state.step_list("sampled", num_rows)
+        torch.index_select(hidden_states, 0, sampled, out=self.picked[:num_rows])
+        self._advance(step.rows, step.metadata.query_start_loc, state.num_computed_tokens)
+
+    def _head(self, num_rows: int) -> None:
+        self.logits[:num_rows].copy_(self._model.compute_logits(self.picked[:num_rows]))
+
+    def _greedy(self, num_rows: int) -> None:
+        token_ids = self._argmax(self._model.compute_logits(self.picked[:num_rows]), self.token_ids[:num_rows])
+        state = self._state
+        self._store(state.step_list("sample_rows", num_rows), token_ids, state.num_tokens, state.token_ids)
