@@ -87,6 +87,11 @@ class BackendChooser:
         """Whether any layer's backend does; see `AttentionCapability`."""
         return any(CAPABILITIES[name].reads_unused_slots for name in self._chosen)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether every layer's backend runs in a CUDA graph."""
+        return all(CAPABILITIES[name].capturable for name in self._chosen)
+
     def describe(self) -> str:
         """What was chosen, with every refusal that came before it."""
         return ", ".join(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from headrace.config.base import Beta, Config, Count
+from headrace.config.base import Beta, Config, Count, Prototype
 
 
 class CudaGraphConfig(Config):
@@ -19,3 +19,5 @@ class CudaGraphConfig(Config):
     """Largest batch to capture; 0: chosen."""
     enable_padding: Annotated[bool, Beta] = True
     """A batch between two captured sizes runs in the larger."""
+    mixed_num_tokens: Annotated[list[Count] | None, Prototype] = None
+    """Token counts to capture for steps with prefill; none: chosen, up to 1,024; empty: such steps are not captured."""

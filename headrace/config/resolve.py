@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from headrace.config.base import leaves, value_of
 from headrace.config.dtype import BYTES
-from headrace.config.execution import CudaGraphConfig
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.errors import ConfigError
@@ -246,10 +245,6 @@ def _num_threads(choices: _Choices) -> int:
 def _not_built_notes(args: LlmArgs) -> list[str]:
     """Settings that are taken because they never change an answer, and do nothing."""
     notes = []
-    if args.cuda_graph_config not in (None, CudaGraphConfig()):
-        notes.append(
-            "cuda_graph_config has no effect yet: CUDA graphs are not built, and steps run one kernel at a time."
-        )
     if args.trust_remote_code:
         notes.append("trust_remote_code has no effect: Headrace never runs code that comes with a checkpoint.")
     return notes

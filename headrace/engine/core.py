@@ -156,7 +156,9 @@ class CoreLoop:
             # Work that cannot move (nothing in flight, nothing schedulable) must not spin.
             stuck = core.num_reconciled_steps == steps_before
             steps_before = core.num_reconciled_steps
-            timeout_ms = (1 if stuck else 0) if core.has_work else None
+            timeout_ms: int | None = (1 if stuck else 0) if core.has_work else None
+            if timeout_ms is None and core.executor.use_idle_time():
+                timeout_ms = 0
             ready = dict(self._poller.poll(timeout_ms))
             if self._life in ready:
                 return

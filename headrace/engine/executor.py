@@ -67,6 +67,10 @@ class Executor(Protocol):
 
     def sample(self, plan: SchedulerOutput, masks: Any) -> PendingOutput: ...
 
+    def use_idle_time(self) -> bool:
+        """With no plan in flight: do a little of what may wait for such a moment. False: nothing is left to do."""
+        ...
+
     def shutdown(self) -> None:
         """Let go of the device. Any number of times."""
         ...
@@ -80,6 +84,7 @@ class UniprocExecutor:
         # No layer in between on the way of every step.
         self.forward = self._worker.forward
         self.sample = self._worker.sample
+        self.use_idle_time = self._worker.use_idle_time
 
     def start(self, progress: ProgressCallback) -> WorkerInfo:
         return self._worker.start(progress)

@@ -52,9 +52,7 @@ class DecodePlan:
     """fp32 [num_items, num_q_heads]: log2 of the sum of exp2 of the item's scores."""
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_items"], do_not_specialize_on_alignment=["query_start_loc", "seq_lens"]
-)
+@triton.jit(do_not_specialize=["num_rows", "num_items"], do_not_specialize_on_alignment=["query_start_loc", "seq_lens"])
 def plan_kernel(
     query_start_loc,
     seq_lens,

@@ -151,7 +151,7 @@ def paged_prefill(
     softcap: float | None,
     tile: Tile | None = None,
 ) -> None:
-    """Attend the tokens of those rows from first_row to num_rows that have more than one, and write their places in `out`.
+    """Attend the tokens of rows first_row to num_rows, and write their places in `out`; rows of one token are left out.
 
     q: [tokens, num_q_heads, head_dim]; out: [tokens, num_q_heads * head_dim]. kv_cache: the layer's view [num_blocks,
     2, num_kv_heads, tokens_per_block, head_dim]. block_table: int32 [rows, max_blocks]; query_start_loc: int32

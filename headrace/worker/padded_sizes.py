@@ -21,7 +21,7 @@ class PaddedSize(NamedTuple):
 
 
 def decode_sizes(max_batch_size: int) -> list[int]:
-    """Batch sizes to run decode steps in: 1, 2, 4, 8, 12, 16, then denser than doubling, up to `max_batch_size` itself."""
+    """Batch sizes to run decode steps in: 1, 2, 4, 8, 12, 16, then denser than doubling, up to the largest itself."""
     sizes = [n for n in (1, 2) if n < max_batch_size]
     size = 4
     while size < max_batch_size:

@@ -11,6 +11,7 @@ capturing (`captures=False`) the same calls run one by one: the specification of
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -115,13 +116,14 @@ class PaddedSteps:
             graph.replay()
 
     def _all_calls(self) -> Iterator[tuple[object, Callable[[], None]]]:
-        """What to capture, in the order of how soon it is needed: a size's head comes before its body is used."""
-        bodies = self._sizes.body_sizes()
+        """What to capture, small sizes first: a single request needs them, and so does everybody's end."""
+        calls: list[tuple[int, object, Callable[[], None]]] = []
         for num_rows in self._sizes.decode:
-            yield ("greedy", num_rows), lambda n=num_rows: self._greedy(n)
-            yield ("head", num_rows), lambda n=num_rows: self._head(n)
-        for size in sorted(bodies, key=lambda size: (size.num_tokens, not size.is_decode)):
-            yield size, lambda s=size: self._body(s)
+            calls.append((num_rows, ("greedy", num_rows), partial(self._greedy, num_rows)))
+            calls.append((num_rows, ("head", num_rows), partial(self._head, num_rows)))
+        calls += [(size.num_tokens, size, partial(self._body, size)) for size in self._sizes.body_sizes()]
+        for _, key, call in sorted(calls, key=lambda each: each[0]):
+            yield key, call
 
     def _body(self, size: PaddedSize) -> None:
         step = self._batch.gather_padded(size)

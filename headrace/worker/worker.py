@@ -28,12 +28,16 @@ from headrace.worker import memory, profiling
 from headrace.worker.device import keep_freed_memory
 from headrace.worker.kv_cache import KVArenas
 from headrace.worker.launch_queue import InlineQueue, LaunchQueue, ThreadQueue
-from headrace.worker.model_runner import ModelRunner
+from headrace.worker.model_runner import ModelRunner, Padding
+from headrace.worker.padded_sizes import PaddedSizes, decode_sizes, mixed_sizes
 from headrace.worker.request_state import RequestState
 from headrace.worker.step_result import PendingOutput
 
 ProgressCallback = Callable[[str, int, int], None]
 """(what is done, how much of it, of how much), in bytes or items."""
+
+CAPTURE_S = 3.0
+"""Seconds of capturing before the first request; what is left is done when nothing else is."""
 
 logger = get_logger(__name__)
 
@@ -89,6 +93,11 @@ class Worker:
         assert self._runner is not None, "the worker is started first"
         return PendingOutput(plan, self._queue.submit(partial(self._runner.sample, plan, masks)))
 
+    def use_idle_time(self) -> bool:
+        """With no plan in flight: capture one more CUDA graph. False: nothing is left to do."""
+        runner = self._runner
+        return runner is not None and self._queue.submit(runner.capture_next).result()
+
     def shutdown(self) -> None:
         """Finish what was launched and let go of the device. Any number of times."""
         self._queue.close()
@@ -114,6 +123,7 @@ class Worker:
         self._runner = self._make_runner(model, groups, ledger.num_blocks)
         self._warm_up(self._runner, len(groups), ledger.num_blocks)
         logger.debug("Warm after %.1f s.", time.monotonic() - began)
+        self._capture(self._runner)
         return WorkerInfo(
             num_blocks=ledger.num_blocks,
             tokens_per_block=config.tokens_per_block,
@@ -161,6 +171,7 @@ class Worker:
             config.tokens_per_block,
             config.model.vocab_size,
             clear_new_blocks=self._backends.reads_unused_slots,
+            padding=self._padding(model),
         )
 
     def _share_memory(self, model: CausalLM, groups: list[KvGroup], in_use: int) -> MemoryLedger:
@@ -179,6 +190,37 @@ class Worker:
         gc.collect()
         torch.cuda.empty_cache()
         return memory.share_gpu(config, groups, in_use, weights, fixed, peak)
+
+    def _padding(self, model: CausalLM) -> Padding | None:
+        """The shapes that steps run in as CUDA graphs; None: none do."""
+        config = self._config
+        graphs = config.args.cuda_graph_config
+        if self._device.type != "cuda" or graphs is None:
+            return None
+        if not self._backends.capturable or model.needs_prompt_lens:
+            why = "RoPE depends on the prompt's length" if model.needs_prompt_lens else "attention cannot be captured"
+            logger.warning("No CUDA graphs for this model, its %s: short steps are slower.", why)
+            return None
+        most = min(graphs.max_batch_size or config.max_batch_size, config.max_batch_size)
+        sizes = PaddedSizes(
+            config.max_batch_size,
+            decode_sizes(most) if graphs.batch_sizes is None else graphs.batch_sizes,
+            mixed_sizes(config.max_num_tokens) if graphs.mixed_num_tokens is None else graphs.mixed_num_tokens,
+            enable_padding=graphs.enable_padding,
+        )
+        return Padding(sizes, config.model.hidden_size, DTYPES[config.dtype], captures=True)
+
+    def _capture(self, runner: ModelRunner) -> None:
+        """Capture CUDA graphs for a moment, small sizes first; the rest come in idle time."""
+        began, num_graphs = time.monotonic(), 0
+        free = torch.cuda.mem_get_info()[0] if self._device.type == "cuda" else 0
+        while time.monotonic() - began < CAPTURE_S and runner.capture_next():
+            num_graphs += 1
+        if num_graphs:
+            taken = free - torch.cuda.mem_get_info()[0]
+            logger.info(
+                "CUDA graphs: %d captured in %.1f s, %.2f GiB.", num_graphs, time.monotonic() - began, taken / 2**30
+            )
 
     def _warm_up(self, runner: ModelRunner, num_groups: int, num_blocks: int) -> None:
         config = self._config

@@ -126,7 +126,7 @@ def test_origins_name_every_setting_and_survive_the_way_to_the_core() -> None:
 
 
 def test_a_setting_without_effect_yet_is_said() -> None:
-    assert "cuda_graph_config has no effect yet" in settle(GPU, cuda_graph_config={"max_batch_size": 8}).notes[0]
+    assert "trust_remote_code has no effect" in settle(GPU, trust_remote_code=True).notes[0]
 
 
 def test_resolving_changes_nothing_and_repeats() -> None:

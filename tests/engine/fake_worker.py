@@ -76,6 +76,9 @@ class FakeWorker:
     def sample(self, plan: SchedulerOutput, masks: None) -> Done:
         return Done(ModelOutput(plan.step_id, [self._run(row) for row in plan.scheduled]))
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def shutdown(self) -> None:
         pass
 
