@@ -6,11 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.pdl import pdl, wait_for_previous
+
 BLOCK = 1024
 
 
 @triton.jit
-def gated_kernel(x, out, x_stride, width, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
+def gated_kernel(x, out, x_stride, width, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -29,7 +32,7 @@ def gated(x: Tensor, is_gelu: bool) -> Tensor:
     out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(width, BLOCK))
-        gated_kernel[grid](x, out, x.stride(0), width, BLOCK=BLOCK, IS_GELU=is_gelu, num_warps=4)
+        gated_kernel[grid](x, out, x.stride(0), width, BLOCK=BLOCK, IS_GELU=is_gelu, num_warps=4, **pdl(x.device))
     return out
 
 

@@ -22,6 +22,7 @@ from headrace.kernels.attention_tile import (
     shared_memory,
     softmax_scale,
 )
+from headrace.kernels.pdl import pdl, wait_for_previous
 
 PROGRAMS_PER_SM = 8
 """Programs the plan aims at, over all KV heads: two or three fit at a time, and several waves even out the tails."""
@@ -121,7 +122,9 @@ def decode_kernel(
     TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     row = tl.load(item_row + item)
@@ -182,8 +185,10 @@ def reduce_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Put a row's items together; a row of one is already written, one of none is not decode's."""
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(row_items + row)
@@ -312,6 +317,7 @@ def paged_decode(
         HAS_SOFTCAP=softcap is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **pdl(q.device),
     )
     reduce_kernel[(plan.num_rows, num_q_heads)](
         plan.partial,
@@ -325,4 +331,5 @@ def paged_decode(
         BLOCK_DIM=block_dim(head_dim),
         BLOCK_ITEMS=REDUCE_ITEMS,
         num_warps=4,
+        **pdl(q.device),
     )

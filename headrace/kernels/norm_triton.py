@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.pdl import pdl, wait_for_previous
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -18,7 +20,9 @@ def rms_norm_kernel(
     eps,
     offset,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -39,7 +43,9 @@ def fused_add_rms_norm_kernel(
     eps,
     offset,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -68,8 +74,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     block = triton.next_power_of_2(hidden)
     if rows.shape[0]:
         rms_norm_kernel[(rows.shape[0],)](
-            rows, weight, out, rows.stride(0), hidden, hidden, eps, offset, BLOCK=block, num_warps=num_warps(block)
-        )
+            rows, weight, out, rows.stride(0), hidden, hidden, eps, offset, BLOCK=block, num_warps=num_warps(block),
+            **pdl(x.device),
+        )  # fmt: skip
     return out
 
 
@@ -91,5 +98,6 @@ def fused_add_rms_norm(
             offset,
             BLOCK=block,
             num_warps=num_warps(block),
+            **pdl(x.device),
         )
     return x, residual

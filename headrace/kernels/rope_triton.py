@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.pdl import pdl, wait_for_previous
+
 TILE = 1024
 """Values a program holds: a few heads of one token."""
 
@@ -63,7 +65,9 @@ def qk_norm_rope_cache_write_kernel(
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     # A head is first [HALF], second [HALF] and rest [HEAD_DIM - 2 * HALF], the part that is not turned.
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     token = tl.program_id(0).to(tl.int64)
@@ -78,23 +82,23 @@ def qk_norm_rope_cache_write_kernel(
     first = tl.load(source + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
     second = tl.load(source + HALF + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
     rest_column = 2 * HALF + tl.arange(0, BLOCK_REST)
-    rest_inside = rest_column < HEAD_DIM
     rest = first
     if REST > 0:
-        rest = tl.load(source + rest_column[None, :], mask=there & rest_inside[None, :], other=0.0).to(tl.float32)
+        rest = tl.load(source + rest_column[None, :], mask=there & (rest_column < HEAD_DIM)[None, :], other=0.0).to(
+            tl.float32
+        )
 
     if HAS_Q_NORM or HAS_K_NORM:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         if REST > 0:
             square += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(square / HEAD_DIM + eps)
-        normed = (is_q | is_k) if HAS_Q_NORM and HAS_K_NORM else (is_q if HAS_Q_NORM else is_k)
-        scale = tl.where(normed, scale, 1.0)[:, None]
+        scale = tl.where((is_q & HAS_Q_NORM) | (is_k & HAS_K_NORM), scale, 1.0)[:, None]
         first *= scale * head_weight(q_norm, k_norm, column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
         second *= scale * head_weight(q_norm, k_norm, HALF + column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
         if REST > 0:
             rest *= scale * head_weight(
-                q_norm, k_norm, rest_column, rest_inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM
+                q_norm, k_norm, rest_column, rest_column < HEAD_DIM, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM
             )
 
     if HAS_ROPE:
@@ -113,8 +117,8 @@ def qk_norm_rope_cache_write_kernel(
         kv_head = head - num_q_heads - tl.where(is_v, num_kv_heads, 0)
         kv_offset = tl.where(is_v, kv_stride, 0) + kv_head.to(tl.int64) * head_stride
         kv_offset += (slot // tokens_per_block) * block_stride + (slot % tokens_per_block) * token_stride
-        kv_target = cache + kv_offset[:, None]
-        store_head(kv_target, first, second, rest, (is_k | is_v)[:, None], column, rest_column, HEAD_DIM, HALF)
+        is_kv = (is_k | is_v)[:, None]
+        store_head(cache + kv_offset[:, None], first, second, rest, is_kv, column, rest_column, HEAD_DIM, HALF)
 
 
 def qk_norm_rope_cache_write(
@@ -167,5 +171,6 @@ def qk_norm_rope_cache_write(
         HAS_K_NORM=k_norm_weight is not None,
         HAS_ROPE=cos_sin_cache is not None,
         num_warps=4,
+        **pdl(qkv.device),
     )
     return out

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers over a `QuantMethod`, which stores the weight and multiplies by it."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from headrace.layers.build import BuildContext, LoadableLayer, empty_parameter
@@ -45,6 +47,15 @@ class ColumnLinear(LoadableLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._multiply(self, x, self._bias)
+
+    def gated(self, act: Callable[[Tensor], Tensor], is_gelu: bool) -> Callable[[Tensor], Tensor]:
+        """x -> act(product of gate and up), one kernel where the method has it. act: [n, 2 * width] -> [n, width]."""
+        forward = self.forward
+        fused = None if self.bias is not None else self.method.fused_gated(is_gelu)
+        if fused is None:
+            return lambda x: act(forward(x))
+        max_rows, call = fused
+        return lambda x: call(x) if x.shape[0] <= max_rows else act(forward(x))
 
 
 class RowLinear(ColumnLinear):

@@ -23,9 +23,9 @@ class GatedMLP(nn.Module):
             raise ModelLoadError(f"hidden_act {activation!r} is not built; known: {', '.join(ACTIVATIONS)}.")
         self.gate_up_proj = ColumnLinear(ctx.sub("gate_up_proj"), hidden_size, [intermediate_size] * 2, bias)
         self.down_proj = RowLinear(ctx.sub("down_proj"), intermediate_size, hidden_size, bias)
-        self._gate_up = self.gate_up_proj.forward
-        self._act = ACTIVATIONS[activation].choose(ctx.device.type)
+        op = ACTIVATIONS[activation]
+        self._gated = self.gate_up_proj.gated(op.choose(ctx.device.type), op is gelu_tanh_and_mul)
         self._down = self.down_proj.forward
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._down(self._act(self._gate_up(x)))
+        return self._down(self._gated(x))

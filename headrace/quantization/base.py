@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a linear layer stores its weight and multiplies by it."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor, nn
 from headrace.quantization.gguf import unpack
 
 CHUNK_VALUES = 1 << 22
+
+FusedCall = tuple[int, Callable[[Tensor], Tensor]]
+"""(the most rows of x that it is for, the call)."""
 
 
 class QuantMethod(Protocol):
@@ -34,6 +38,14 @@ class QuantMethod(Protocol):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, sum(out_features)]."""
+        ...
+
+    def fused_gated(self, is_gelu: bool) -> FusedCall | None:
+        """The product of gate and up with the activation behind it as one call, and the most rows it is for.
+
+        x: [num_tokens, in_features] -> act(gate) * up [num_tokens, out_features[0]]; act is GELU by tanh or SiLU. None:
+        the method has no such call. Asked once, after `create`; the layer has no bias.
+        """
         ...
 
     def embed(self, layer: nn.Module, ids: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.quantization.base import RawTensor, copy_weight
+from headrace.quantization.base import FusedCall, RawTensor, copy_weight
 from headrace.quantization.gguf import GROUP, Affine4, affine4, affine8
 
 FEW_ROWS = 4
@@ -273,6 +273,10 @@ class CpuMethod:
         if few is not None and x.shape[0] <= few.max_rows:
             return few.multiply(x, bias)
         return self._many(x, bias)
+
+    def fused_gated(self, is_gelu: bool) -> FusedCall | None:
+        """None: on a CPU a second call costs little."""
+        return None
 
     def embed(self, layer: nn.Module, ids: Tensor) -> Tensor:
         """ids [num_tokens] -> [num_tokens, in_features]."""

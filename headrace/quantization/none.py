@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights as they are: one dense tensor, one matmul."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.quantization.base import RawTensor, copy_weight
+from headrace.kernels.skinny import MAX_IN_FEATURES, MAX_ROWS, skinny_gated, skinny_linear
+from headrace.quantization.base import FusedCall, RawTensor, copy_weight
 
 
 class PlainMethod:
@@ -20,6 +23,11 @@ class PlainMethod:
         layer.weight = nn.Parameter(weight, requires_grad=False)
         # The same storage, read without nn.Module's lookup.
         self._weight = layer.weight.data
+        # At a row or two the library leaves a tenth to a third of the bandwidth unused.
+        is_skinny = device.type == "cuda" and dtype != torch.float32 and in_features <= MAX_IN_FEATURES
+        self._skinny_rows = MAX_ROWS if is_skinny else 0
+        self._skinny: Callable[[Tensor, Tensor, Tensor | None], Tensor] = skinny_linear.choose(device.type)
+        self._skinny_gated: Callable[[Tensor, Tensor, bool], Tensor] = skinny_gated.choose(device.type)
 
     def load_shard(self, layer: nn.Module, weight: Tensor | RawTensor, shard: int) -> None:
         """Copy one part to its rows."""
@@ -31,7 +39,16 @@ class PlainMethod:
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, sum(out_features)]."""
+        if x.shape[0] <= self._skinny_rows:
+            return self._skinny(x, self._weight, bias)
         return F.linear(x, self._weight, bias)
+
+    def fused_gated(self, is_gelu: bool) -> FusedCall | None:
+        """See `QuantMethod.fused_gated`."""
+        if not self._skinny_rows:
+            return None
+        weight, call = self._weight, self._skinny_gated
+        return self._skinny_rows, lambda x: call(x, weight, is_gelu)
 
     def embed(self, layer: nn.Module, ids: Tensor) -> Tensor:
         """ids [num_tokens] -> [num_tokens, in_features]."""

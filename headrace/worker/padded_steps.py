@@ -9,7 +9,7 @@ Nothing is captured that was not run once before, so whatever compiles or alloca
 capturing (`captures=False`) the same calls run one by one: the specification of the graphs, which must give the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,9 @@ from headrace.kernels.greedy import finite_argmax
 from headrace.worker.input_batch import InputBatch, StepBatch
 from headrace.worker.padded_sizes import PaddedSize, PaddedSizes
 from headrace.worker.request_state import RequestState
+
+Capture = tuple[object, Callable[[], None]]
+"""What a graph is called, and the call that it captures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class PaddedSteps:
         self._captures = captures
         self._pool = torch.cuda.graph_pool_handle() if captures else None
         self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
-        self._to_capture = list(self._all_calls()) if captures else []
+        self._to_capture = self._all_calls() if captures else []
         self._to_capture.reverse()
 
     def size_of(self, num_tokens: int, num_rows: int, *, is_decode: bool) -> PaddedSize | None:
@@ -115,15 +118,20 @@ class PaddedSteps:
         else:
             graph.replay()
 
-    def _all_calls(self) -> Iterator[tuple[object, Callable[[], None]]]:
-        """What to capture, small sizes first: a single request needs them, and so does everybody's end."""
-        calls: list[tuple[int, object, Callable[[], None]]] = []
-        for num_rows in self._sizes.decode:
-            calls.append((num_rows, ("greedy", num_rows), partial(self._greedy, num_rows)))
-            calls.append((num_rows, ("head", num_rows), partial(self._head, num_rows)))
-        calls += [(size.num_tokens, size, partial(self._body, size)) for size in self._sizes.body_sizes()]
-        for _, key, call in sorted(calls, key=lambda each: each[0]):
-            yield key, call
+    def _all_calls(self) -> list[Capture]:
+        """What to capture: the largest first, whose memory all others then share; of the others small sizes first, as a
+        single request needs those, and everybody's end."""
+        heads: list[tuple[int, object, Callable[[], None]]] = [
+            (num_rows, (name, num_rows), partial(call, num_rows))
+            for num_rows in self._sizes.decode
+            for name, call in (("head", self._head), ("greedy", self._greedy))
+        ]
+        bodies: list[tuple[int, object, Callable[[], None]]] = [
+            (size.num_tokens, size, partial(self._body, size)) for size in self._sizes.body_sizes()
+        ]
+        largest = [group.pop() for group in (heads, bodies) if group]
+        rest = sorted(heads + bodies, key=lambda each: each[0])
+        return [(key, call) for _, key, call in largest + rest]
 
     def _body(self, size: PaddedSize) -> None:
         step = self._batch.gather_padded(size)

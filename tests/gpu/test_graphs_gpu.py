@@ -59,7 +59,7 @@ def started(folder: Path, cls: type[Worker] = Worker, **settings: object) -> tup
         model=str(folder), load_format="dummy", max_batch_size=24, max_num_tokens=512, max_seq_len=1024,
         scheduler_config={"max_prefill_tokens": 200}, kv_cache_config={"max_tokens": 12_000}, **settings,
     )  # fmt: skip
-    source = resolve_model(str(folder))
+    source = resolve_model(str(folder), need_weights=False)
     config = resolve(args, load_model_config(source), device_facts("cuda"))
     worker = cls(config, source)
     info = worker.start(lambda *_: None)

@@ -35,6 +35,7 @@ from headrace.kernels.kv_cache_triton import copy_blocks_kernel
 from headrace.kernels.norm_triton import fused_add_rms_norm_kernel, rms_norm_kernel
 from headrace.kernels.rope_triton import qk_norm_rope_cache_write_kernel
 from headrace.kernels.sampling_triton import draw_kernel, filter_threshold_kernel, uniforms_kernel
+from headrace.kernels.skinny_triton import vector_kernel, vector_tile
 
 # Argument types by name, unless a variant says otherwise; all others are int32. Pointers and numbers are multiples of
 # 16, as they are at a real launch, except those a kernel is not specialised on.
@@ -47,7 +48,7 @@ TYPES = {
         "num_computed_tokens", "token_ids", "sample_rows", "part_index", "choices", "top_k",
     ),
     "*i64": ("positions", "slots", "pairs", "input_ids", "slot_mapping", "sampled", "seeds"),
-    "*model": ("x", "weight", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena"),
+    "*model": ("x", "weight", "bias", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena"),
 }  # fmt: skip
 
 
@@ -116,6 +117,18 @@ def layer_variants() -> Iterator[Variant]:
         yield Variant(qk_norm_rope_cache_write_kernel, shape | heads, types={"table": "*fp32"})
 
 
+def product_variants() -> Iterator[Variant]:
+    """Products of a row or two: pieces of a power of two and not, with all that can be fused."""
+    cases = ((4096, False, True), (12288, False, False), (4096, True, False), (2880, True, False))
+    for in_features, gated, has_bias in cases:
+        tile = vector_tile(in_features, gated)
+        parts = -(-in_features // tile.block_k)
+        even = {"K_EVEN": parts * tile.block_k == in_features, "N_EVEN": True}
+        shape = {"NUM_ROWS": 2, "PARTS": parts, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+        fused = {"HAS_BIAS": has_bias, "GATED": gated, "IS_GELU": gated}
+        yield Variant(vector_kernel, shape | even | fused, tile.num_warps)
+
+
 def step_variants() -> Iterator[Variant]:
     """What runs once a step: gathering the batch, plans, sampling."""
     yield Variant(plan_kernel, {"WINDOW": 512, "MIN_CHUNK": 64, "BLOCK_ROWS": 1024, "BLOCK_ITEMS": 32}, 8)
@@ -135,11 +148,12 @@ def step_variants() -> Iterator[Variant]:
 def compile_one(variant: Variant, arch: int) -> int:
     """Bytes of shared memory that the compiled kernel takes."""
     signature, constexprs, attrs = {}, {}, {}
+    own = variant.constants | ({"PDL": arch >= 90} if "PDL" in variant.kernel.arg_names else {})
     for index, parameter in enumerate(variant.kernel.params):
         name = parameter.name
-        if name in variant.constants:
+        if name in own:
             signature[name] = "constexpr"
-            constexprs[(index,)] = variant.constants[name]
+            constexprs[(index,)] = own[name]
             continue
         signature[name] = variant.type_of(name)
         if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment or signature[name] == "fp32"):
@@ -162,7 +176,7 @@ def main() -> None:
     """Compile and report."""
     arch = int(sys.argv[1])
     done = set()
-    variants = itertools.chain(layer_variants(), step_variants(), attention_variants(arch))
+    variants = itertools.chain(layer_variants(), step_variants(), product_variants(), attention_variants(arch))
     for variant in variants:
         name = variant.kernel.__name__
         done.add(name)

@@ -37,6 +37,9 @@ class PlainMethod:
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, layer.weight, bias)
 
+    def fused_gated(self, is_gelu: bool) -> None:
+        return None
+
     def embed(self, layer: nn.Module, ids: Tensor) -> Tensor:
         return layer.weight[ids]
 

@@ -80,11 +80,10 @@ def test_layers_with_equal_rope_share_a_table() -> None:
 
 def test_only_rows_with_a_long_prompt_read_the_long_table() -> None:
     rope = RopeConfig(kind="longrope", original_max_position_embeddings=20, short_factor=(1.0,), long_factor=(2.0,))
-    starts = torch.tensor(
-        [0, 1, 1, 4], dtype=torch.int32
-    )  # a decode, a row without tokens, a chunk; one token of padding
+    # A decode, a row without tokens, a chunk; one token of padding.
+    starts = torch.tensor([0, 1, 1, 4], dtype=torch.int32)
     positions = torch.tensor([30, 5, 6, 7, 0])
-    metadata = AttentionMetadata(5, 3, 1, 3, 31, starts, starts[1:], positions, (), ())
+    metadata = AttentionMetadata(5, 3, 1, 1, 3, 31, starts, starts[1:], positions, (), ())
     prompt_lens = torch.tensor([20, 99, 21], dtype=torch.int32)
     rows = long_positions(positions, metadata, prompt_lens, rope, 64)
     assert rows[:4].tolist() == [30, 5 + 64, 6 + 64, 7 + 64]
