@@ -11,6 +11,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The names settings use."""
 
 
+@dataclass(frozen=True, slots=True)
+class LongChunk:
+    """A prefill chunk that attends by itself where its layer can (`attention/long_chunk.py`); host numbers, exact."""
+
+    row: int
+    first_token: int
+    """Among the step's."""
+    num_new: int
+    length: int
+    """KV length, the new tokens included."""
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """Where each token of a step stands. One per step; tensors lie on the device, the ints are host-side ceilings.
@@ -37,6 +49,8 @@ class AttentionMetadata:
     """One int32 [num_rows, max_blocks] per KV group."""
     slot_mapping: tuple[Tensor, ...]
     """One int64 [num_tokens] per KV group: block id * tokens_per_block + offset of each new token's KV."""
+    long_chunks: tuple[LongChunk, ...] = ()
+    """In the order of their rows; never in a padded step."""
     plans: dict[Any, Any] = field(default_factory=dict)
     """What a backend derives from the rest once per step and shares between layers; keyed by backend and shape."""
 

@@ -3,7 +3,10 @@
 
 import importlib.util
 
+import torch
+
 from headrace.attention.base import CAPABILITIES, AttentionBackend, AttentionNeed
+from headrace.attention.long_chunk import serves
 from headrace.errors import ConfigError
 from headrace.kernels.op import bind
 
@@ -56,6 +59,8 @@ class BackendChooser:
         self._compute_capability = compute_capability
         self._chosen: dict[str, dict[str, None]] = {}
         """Backends chosen, each with the refusals it was chosen after; in order, each once."""
+        self._needs: dict[AttentionNeed, str] = {}
+        """The layers' needs, each once, and the backend of each."""
 
     def __call__(self, need: AttentionNeed) -> AttentionBackend:
         """The backend that the setting names, bound to a layer's need; AUTO takes the first that serves it.
@@ -67,6 +72,7 @@ class BackendChooser:
             reasons = refusals(name, need, self._device_type, self._compute_capability)
             if not reasons:
                 self._chosen.setdefault(name, {}).update(dict.fromkeys(refused))
+                self._needs[need] = name
                 backend: AttentionBackend = bind(BACKENDS[name][1])(need)
                 return backend
             refused.append(f"{name}: {'; '.join(reasons)}")
@@ -86,6 +92,10 @@ class BackendChooser:
     def reads_unused_slots(self) -> bool:
         """Whether any layer's backend does; see `AttentionCapability`."""
         return any(CAPABILITIES[name].reads_unused_slots for name in self._chosen)
+
+    def long_needs(self, device: torch.device) -> list[AttentionNeed]:
+        """Needs of the layers whose long chunks go through cuDNN."""
+        return [need for need, name in self._needs.items() if name == "TRITON" and serves(need, device)]
 
     @property
     def capturable(self) -> bool:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.base import CAPABILITIES, DTYPES, AttentionMetadata, AttentionNeed
+from headrace.attention.long_chunk import LongPrefill, serves
 from headrace.kernels.attention_decode import DecodePlan, num_programs, paged_decode, plan_decode
 from headrace.kernels.attention_prefill import paged_prefill
 from headrace.kernels.attention_tile import decode_tile, prefill_tile, shared_memory
@@ -25,6 +26,7 @@ class TritonAttention:
         self.programs = num_programs(device)
         self.prefill_tile = prefill_tile(need.head_dim, element_size, shared)
         self.decode_tile = decode_tile(need.head_dim, element_size, need.num_q_heads // need.num_kv_heads, shared)
+        self.long = LongPrefill(need, device.type) if serves(need, device) else None
         self.plan_key = ("TRITON", need.window, need.num_q_heads, need.num_kv_heads, need.head_dim)
 
     def decode_plan(self, metadata: AttentionMetadata) -> DecodePlan:
@@ -56,21 +58,41 @@ class TritonAttention:
             paged_decode(
                 q, kv_cache, out, plan, table, starts, lens, need.scale, need.window, need.softcap, self.decode_tile
             )
-        first_prefill_row = metadata.first_prefill_row
-        if metadata.num_rows > first_prefill_row:
-            paged_prefill(
-                q,
-                kv_cache,
-                out,
-                table,
-                starts,
-                lens,
-                first_prefill_row,
-                metadata.num_rows,
-                metadata.num_tokens - first_prefill_row,
-                need.scale,
-                need.window,
-                need.softcap,
-                self.prefill_tile,
-            )
+        first_row = metadata.first_prefill_row
+        if self.long is not None:
+            for chunk in metadata.long_chunks:
+                if chunk.row > first_row:
+                    self._prefill(q, kv_cache, out, metadata, table, first_row, chunk.row)
+                self.long.forward(q, kv_cache, table[chunk.row], chunk, out)
+                first_row = chunk.row + 1
+        if metadata.num_rows > first_row:
+            self._prefill(q, kv_cache, out, metadata, table, first_row, metadata.num_rows)
         return out
+
+    def _prefill(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        out: Tensor,
+        metadata: AttentionMetadata,
+        table: Tensor,
+        first_row: int,
+        end_row: int,
+    ) -> None:
+        """Chunks of rows first_row to end_row."""
+        need = self.need
+        paged_prefill(
+            q,
+            kv_cache,
+            out,
+            table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            first_row,
+            end_row,
+            metadata.num_tokens - first_row,
+            need.scale,
+            need.window,
+            need.softcap,
+            self.prefill_tile,
+        )

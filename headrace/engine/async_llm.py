@@ -25,7 +25,7 @@ from headrace.config.llm_args import LlmArgs
 from headrace.engine.core_client import CoreClient, CoreOptions
 from headrace.engine.executor import ProgressCallback
 from headrace.engine.input_processor import InputProcessor, PreparedRequest, Prompt
-from headrace.engine.ipc import Dying, EngineInfo, GetStats, Outputs, Stats, Submit
+from headrace.engine.ipc import Dying, EngineInfo, GetStats, Outputs, Stats, Submit, Trace
 from headrace.engine.output_processor import OutputProcessor, RequestState
 from headrace.engine.progress import ProgressBars
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
@@ -324,18 +324,36 @@ class AsyncLLM:
         Raises:
             EngineDeadError: the engine is gone.
         """
+        values = await self._ask(GetStats)
+        mine = {"num_requests": self._outputs.num_requests, "num_finished_requests": dict(self._outputs.num_finished)}
+        return {**values, "front_end": mine}
+
+    async def trace(self, num_steps: int) -> dict[str, Any]:
+        """What the device does over the next `num_steps` steps (`headrace.worker.trace.summarize`), once they are done.
+
+        Recording slows the host. With nothing left to run the trace ends early, with the steps it has.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineError: a trace is running already.
+        """
+        values = await self._ask(lambda call_id: Trace(call_id, num_steps))
+        if "error" in values:
+            raise EngineError(f"The engine did not trace: {values['error']}.")
+        return values
+
+    async def _ask(self, make: Callable[[int], GetStats | Trace]) -> dict[str, Any]:
+        """Send a question to the core and wait for its answer. make: call id -> message."""
         self._check_alive()
         assert self._client is not None
         self._num_calls += 1
         call_id = self._num_calls
         answer = self._stats_calls[call_id] = self._loop.create_future()
-        self._client.send(GetStats(call_id))
+        self._client.send(make(call_id))
         try:
-            values = await answer
+            return await answer
         finally:
             self._stats_calls.pop(call_id, None)
-        mine = {"num_requests": self._outputs.num_requests, "num_finished_requests": dict(self._outputs.num_finished)}
-        return {**values, "front_end": mine}
 
     async def check_health(self, timeout_s: float = 10.0) -> None:
         """Return when the core's loop has answered.

@@ -33,9 +33,12 @@ from headrace.engine.ipc import (
     Stats,
     Submit,
     ToCore,
+    Trace,
     decode_to_core,
     encode,
 )
+from headrace.engine.step_times import StepTimes
+from headrace.engine.step_trace import StepTrace
 from headrace.errors import HeadraceError
 from headrace.logger import get_logger
 
@@ -54,6 +57,7 @@ class EngineCore:
         self.executor = executor
         self.num_plans_in_flight = num_plans_in_flight
         self.num_reconciled_steps = 0
+        self.times = StepTimes()
         self._launched: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
 
     @property
@@ -76,17 +80,23 @@ class EngineCore:
         With a depth of 2, step n + 1 is scheduled and launched before the result of step n is known: its rows go one
         token on from wherever the device has got to.
         """
+        times = self.times
         while len(self._launched) < self.num_plans_in_flight:
             plan = self.scheduler.schedule()
+            times.end_of("schedule")
             if plan is None:
                 break
             self._launched.append((plan, self._launch(plan)))
+            times.end_of("launch")
         if not self._launched:
             return []
         plan, pending = self._launched.popleft()
         result = pending.wait()
+        times.end_of("wait")
         self.num_reconciled_steps += 1
-        return self.scheduler.update(plan, result)
+        deltas = self.scheduler.update(plan, result)
+        times.end_of("update")
+        return deltas
 
     def _launch(self, plan: SchedulerOutput) -> PendingOutput:
         self.executor.forward(plan)
@@ -122,6 +132,8 @@ class EngineCore:
         values: dict[str, Any] = msgspec.to_builtins(self.scheduler.stats())
         values["num_plans_in_flight"] = len(self._launched)
         values["num_reconciled_steps"] = self.num_reconciled_steps
+        values["step_times_s"] = dict(self.times.seconds)
+        values["memory"] = self.executor.memory()
         return values
 
 
@@ -146,6 +158,7 @@ class CoreLoop:
         self._owner: dict[str, bytes] = {}
         self._front_ends: set[bytes] = set()
         self._num_joined = 0
+        self._trace: StepTrace | None = None
 
     def run(self) -> None:
         """Loop until the life channel ends."""
@@ -162,11 +175,16 @@ class CoreLoop:
             ready = dict(self._poller.poll(timeout_ms))
             if self._life in ready:
                 return
+            core.times.start()
             if self._socket in ready:
                 self._take_messages()
+            core.times.end_of("front_ends")
             deltas = step()
             if deltas:
                 self._give(deltas)
+            core.times.end_of("front_ends")
+            if self._trace is not None and self._trace.after_step(core.num_reconciled_steps, core.has_work):
+                self._trace = None
 
     def say_goodbye(self, reason: str) -> None:
         """Tell every front end that nothing more will come."""
@@ -202,11 +220,24 @@ class CoreLoop:
         elif isinstance(message, GetStats):
             values = self._core.stats() | {"num_front_ends": len(self._front_ends)}
             self._send(identity, [Stats(message.call_id, values)])
+        elif isinstance(message, Trace):
+            self._begin_trace(identity, message)
         elif isinstance(message, Hello):
             self._num_joined += 1
             self._send(identity, [Ready(msgspec.structs.replace(self._info, front_end=self._num_joined))])
         elif isinstance(message, Goodbye):
             self._forget(identity)
+
+    def _begin_trace(self, identity: bytes, message: Trace) -> None:
+        def answer(values: dict[str, Any]) -> None:
+            self._send(identity, [Stats(message.call_id, values)])
+
+        if self._trace is not None:
+            answer({"error": "a trace is running already; one at a time"})
+            return
+        core = self._core
+        done = core.num_reconciled_steps
+        self._trace = StepTrace(core.executor.tracer, core.times, done, message.num_steps, answer)
 
     def _add(self, identity: bytes, request: EngineRequest) -> None:
         try:

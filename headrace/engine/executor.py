@@ -52,6 +52,22 @@ class WorkerInfo(Protocol):
     def ledger(self) -> list[str]: ...
 
 
+class Tracer(Protocol):
+    """Records what the device does; `headrace.worker.trace` has the class."""
+
+    def start(self) -> None:
+        """Begin to record (a second or more)."""
+        ...
+
+    def mark(self) -> None:
+        """What began before now does not count."""
+        ...
+
+    def stop(self, num_steps: int) -> dict[str, Any]:
+        """End the recording and summarise it. num_steps: steps that ended since `mark`."""
+        ...
+
+
 class Executor(Protocol):
     """Carries plans out in the order of their launch.
 
@@ -71,6 +87,13 @@ class Executor(Protocol):
         """With no plan in flight: do a little of what may wait for such a moment. False: nothing is left to do."""
         ...
 
+    @property
+    def tracer(self) -> Tracer: ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the device: `peak_bytes` since start, `total_bytes` there are."""
+        ...
+
     def shutdown(self) -> None:
         """Let go of the device. Any number of times."""
         ...
@@ -88,6 +111,13 @@ class UniprocExecutor:
 
     def start(self, progress: ProgressCallback) -> WorkerInfo:
         return self._worker.start(progress)
+
+    @property
+    def tracer(self) -> Tracer:
+        return self._worker.tracer
+
+    def memory(self) -> dict[str, int]:
+        return self._worker.memory()
 
     def shutdown(self) -> None:
         self._worker.shutdown()

@@ -92,6 +92,13 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class Trace(msgspec.Struct, frozen=True, tag=True):
+    """Trace the device over the next steps; answered by `Stats`, whose values are the summary."""
+
+    call_id: int
+    num_steps: int
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
     """A front end leaves; what it still runs is aborted."""
 
@@ -110,6 +117,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `GetStats` or `Trace`."""
+
     call_id: int
     values: dict[str, Any]
 
@@ -159,7 +168,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """Where it happened; empty for mistakes of the user."""
 
 
-ToCore = Hello | Submit | Abort | Finish | GetStats | Goodbye
+ToCore = Hello | Submit | Abort | Finish | GetStats | Trace | Goodbye
 FromCore = Ready | Outputs | Stats | Dying
 Life = StartCore | Progress | Ready | Failed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving whole KV blocks inside an arena."""
+"""Moving KV: whole blocks inside an arena, one row's out of it."""
 
 from collections.abc import Iterator
 
@@ -30,4 +30,28 @@ def copy_blocks(arena: Tensor, pairs: Tensor) -> Tensor:
     return arena
 
 
+def gather_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """A row that ends in the middle of a block, cut short and padded."""
+    arena = torch.randn(9, 3, 2, 2, 16, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    table = torch.tensor([7, 2, 5, 0], dtype=torch.int32, device=device)
+    for length, size in ((50, 50), (50, 96), (64, 64), (33, 40)):
+        yield Case(f"{length} of {size}", (arena[:, 1], table, length, size), 4 * length * 64 * dtype.itemsize)
+
+
+@op(cases=gather_cases)
+def gather_row(kv_cache: Tensor, table: Tensor, length: int, size: int) -> Tensor:
+    """One row's K and V, contiguous: [2, num_kv_heads, size, head_dim], zeros from `length` on.
+
+    kv_cache: a layer's view [num_blocks, 2, num_kv_heads, tokens_per_block, head_dim]. table: int32 [max_blocks], the
+    row's blocks.
+    """
+    _, _, heads, per_block, head_dim = kv_cache.shape
+    out = kv_cache.new_zeros(2, heads, size, head_dim)
+    blocks = table[: -(-length // per_block)].long()
+    held = kv_cache[blocks].permute(1, 2, 0, 3, 4).reshape(2, heads, -1, head_dim)
+    out[:, :, :length] = held[:, :, :length]
+    return out
+
+
+gather_row.impl("triton", on_cuda, "headrace.kernels.kv_cache_triton:gather_row")
 copy_blocks.impl("triton", on_cuda, "headrace.kernels.kv_cache_triton:copy_blocks")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton: copying KV blocks."""
+"""Triton: copying KV blocks, and one row's KV out of them."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,3 +28,54 @@ def copy_blocks(arena: Tensor, pairs: Tensor) -> Tensor:
         grid = (pairs.shape[0], triton.cdiv(block_size, BLOCK))
         copy_blocks_kernel[grid](arena, pairs, block_size, BLOCK=BLOCK, num_warps=8)
     return arena
+
+
+@triton.jit(do_not_specialize=["length", "size"], do_not_specialize_on_alignment=["table"])
+def gather_row_kernel(
+    cache,
+    table,
+    out,
+    length,
+    size,
+    block_stride,
+    kv_stride,
+    head_stride,
+    token_stride,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    column = tl.arange(0, BLOCK_DIM)
+    inside = (column < HEAD_DIM)[None, :]
+    there = token < length
+    block = tl.load(table + token // TOKENS_PER_BLOCK, mask=there, other=0).to(tl.int64)
+    source = block * block_stride + (token % TOKENS_PER_BLOCK) * token_stride
+    source += (head // num_heads).to(tl.int64) * kv_stride + (head % num_heads) * head_stride
+    value = tl.load(cache + source[:, None] + column[None, :], mask=there[:, None] & inside, other=0.0)
+    target = (head.to(tl.int64) * size + token) * HEAD_DIM
+    tl.store(out + target[:, None] + column[None, :], value, mask=(token < size)[:, None] & inside)
+
+
+def gather_row(kv_cache: Tensor, table: Tensor, length: int, size: int) -> Tensor:
+    """See `kernels.kv_cache.gather_row`."""
+    _, _, heads, per_block, head_dim = kv_cache.shape
+    out = torch.empty(2, heads, size, head_dim, dtype=kv_cache.dtype, device=kv_cache.device)
+    gather_row_kernel[(triton.cdiv(size, 64), 2 * heads)](
+        kv_cache,
+        table,
+        out,
+        length,
+        size,
+        *kv_cache.stride()[:4],
+        heads,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        TOKENS_PER_BLOCK=per_block,
+        BLOCK=64,
+        num_warps=4,
+    )
+    return out

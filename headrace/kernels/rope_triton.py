@@ -82,11 +82,10 @@ def qk_norm_rope_cache_write_kernel(
     first = tl.load(source + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
     second = tl.load(source + HALF + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
     rest_column = 2 * HALF + tl.arange(0, BLOCK_REST)
+    in_rest = rest_column < HEAD_DIM
     rest = first
     if REST > 0:
-        rest = tl.load(source + rest_column[None, :], mask=there & (rest_column < HEAD_DIM)[None, :], other=0.0).to(
-            tl.float32
-        )
+        rest = tl.load(source + rest_column[None, :], mask=there & in_rest[None, :], other=0.0).to(tl.float32)
 
     if HAS_Q_NORM or HAS_K_NORM:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
@@ -98,9 +97,8 @@ def qk_norm_rope_cache_write_kernel(
         second *= scale * head_weight(q_norm, k_norm, HALF + column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
         if REST > 0:
             rest *= scale * head_weight(
-                q_norm, k_norm, rest_column, rest_column < HEAD_DIM, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM
+                q_norm, k_norm, rest_column, in_rest, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM
             )
-
     if HAS_ROPE:
         angle = table + tl.load(positions + token) * table_stride + column
         cos = tl.load(angle, mask=inside, other=1.0)[None, :]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.attention.base import AttentionMetadata
+from headrace.attention.base import AttentionMetadata, LongChunk
+from headrace.attention.long_chunk import MIN_NEW_TOKENS, LongShapes
 from headrace.core.output import ScheduledRow, SchedulerOutput
 from headrace.kernels.batch_prep import gather_blocks, gather_tokens
 from headrace.utils.math import cdiv
@@ -104,6 +105,7 @@ class StagedStep:
     """None where no row samples, or where the list is in the state."""
     sampling: SamplingRows | None = None
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
+    long_chunks: tuple[LongChunk, ...] = ()
 
 
 @dataclass(slots=True)
@@ -187,11 +189,20 @@ def prompt_chunks(scheduled: Sequence[ScheduledRow], settings: Sequence[RowSetti
 class InputBatch:
     """Buffers for the largest step, filled anew for each one: `stage` on the host, then `gather` on the device."""
 
-    def __init__(self, state: RequestState, max_num_tokens: int, tokens_per_block: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        state: RequestState,
+        max_num_tokens: int,
+        tokens_per_block: int,
+        vocab_size: int,
+        long_shapes: LongShapes | None = None,
+    ) -> None:
+        """long_shapes: which chunks attend by themselves; None: none do."""
         device = state.words.device
         num_rows = state.records.shape[0]
         self._state = state
         self.lists = StepLists(state)
+        self._long_shapes = long_shapes
         self._tokens_per_block = tokens_per_block
         self._vocab_size = vocab_size
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -236,6 +247,8 @@ class InputBatch:
             staged.rows, staged.starts = words.read(rows), words.read(starts)
             if places and len(places) < num_tokens:
                 staged.logits = words.read(last_tokens)
+            if self._long_shapes is not None and max_query_len >= MIN_NEW_TOKENS:
+                staged.long_chunks = _long_chunks(scheduled, starts, self._long_shapes)
         sample_rows = rows if len(places) == len(rows) else [rows[place] for place in places]
         if places:
             self._stage_sampling(staged, scheduled, sample_rows, places, words)
@@ -280,6 +293,7 @@ class InputBatch:
         )  # fmt: skip
         step.logits_index = None if staged.logits is None else words.view(staged.logits)
         step.prompt_chunks = staged.prompt_chunks
+        step.metadata.long_chunks = staged.long_chunks
         if staged.sampling is not None:
             step.sampling = self.bind(words, staged)
         return step
@@ -359,3 +373,12 @@ def _subsets(sampling: SamplingRows) -> list[Subset]:
     """The subsets that there are."""
     some = (sampling.penalised, sampling.biased, sampling.banned, sampling.random, sampling.logprobs)
     return [subset for subset in some if subset is not None]
+
+
+def _long_chunks(scheduled: Sequence[ScheduledRow], starts: list[int], shapes: LongShapes) -> tuple[LongChunk, ...]:
+    """The chunks that attend by themselves. starts: each row's first token in the step."""
+    return tuple(
+        LongChunk(place, starts[place], row.num_tokens, row.start + row.num_tokens)
+        for place, row in enumerate(scheduled)
+        if row.num_tokens >= MIN_NEW_TOKENS and shapes.takes(row.num_tokens, row.start + row.num_tokens)
+    )

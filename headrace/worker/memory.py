@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device has and what the parts of a worker take, for the ledger that sizes the KV cache."""
 
+import resource
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,18 @@ def in_use_before(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def usage(device: torch.device) -> dict[str, int]:
+    """Bytes: the most this process has taken since start, and all there are. On a CPU, of the process's memory."""
+    if device.type == "cpu":
+        # In KiB on Linux.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return {"peak_bytes": peak, "total_bytes": peak + available_memory()}
+    return {
+        "peak_bytes": torch.cuda.max_memory_reserved(device),
+        "total_bytes": torch.cuda.get_device_properties(device).total_memory,
+    }
 
 
 def share_host(config: ResolvedConfig, groups: Sequence[KvGroup]) -> MemoryLedger:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace.attention.long_chunk import LongShapes
 from headrace.core.output import SchedulerOutput
 from headrace.kernels.batch_prep import advance_rows, store_tokens
 from headrace.kernels.kv_cache import copy_blocks
@@ -78,9 +79,11 @@ class ModelRunner:
         *,
         clear_new_blocks: bool,
         padding: Padding | None = None,
+        long_shapes: LongShapes | None = None,
     ) -> None:
         """
         Args:
+            long_shapes: which prefill chunks attend by themselves; None: none do.
             padding: steps that fit run padded to its sizes.
             clear_new_blocks: zero a block when a row takes it. For attention that multiplies masked places by 0, where
                 NaN left behind by a failed request would reach the block's next owner.
@@ -94,7 +97,7 @@ class ModelRunner:
         device_type = state.words.device.type
         self._is_cuda = device_type == "cuda"
         self._uploader = Uploader(state.words)
-        self._batch = InputBatch(state, max_num_tokens, tokens_per_block, vocab_size)
+        self._batch = InputBatch(state, max_num_tokens, tokens_per_block, vocab_size, long_shapes)
         self._sampler = Sampler(state)
         self._token_buffers = TokenBuffers(state.records.shape[0])
         self._advance: Callable[..., object] = advance_rows.choose(device_type)

@@ -11,6 +11,7 @@ import torch
 
 from headrace.attention.base import DTYPES
 from headrace.attention.choose import BackendChooser
+from headrace.attention.long_chunk import LongShapes
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup, group_layers
 from headrace.core.ledger import MemoryLedger
@@ -39,8 +40,8 @@ ProgressCallback = Callable[[str, int, int], None]
 
 GRAPH_BYTES = 1 << 29
 """What CUDA graphs are expected to take; on an H200 all 87 of an 8B model take 0.27 GiB."""
-CAPTURE_S = 3.0
-"""Seconds of capturing before the first request; what is left is done when nothing else is."""
+GET_READY_S = 3.0
+"""Seconds of capturing graphs before the first request; what is left is done when nothing else is."""
 
 logger = get_logger(__name__)
 
@@ -81,6 +82,7 @@ class Worker:
         capability = torch.cuda.get_device_capability(self._device) if config.device == "cuda" else None
         self._backends = BackendChooser(config.device, config.attn_backend, capability)
         self._runner: ModelRunner | None = None
+        self._long_shapes: LongShapes | None = None
         self.tracer = Tracer(config.device, self._queue)
 
     def start(self, progress: ProgressCallback | None = None) -> WorkerInfo:
@@ -98,9 +100,12 @@ class Worker:
         return PendingOutput(plan, self._queue.submit(partial(self._runner.sample, plan, masks)))
 
     def use_idle_time(self) -> bool:
-        """With no plan in flight: capture one more CUDA graph. False: nothing is left to do."""
-        runner = self._runner
-        return runner is not None and self._queue.submit(runner.capture_next).result()
+        """With no plan in flight: capture one more CUDA graph, or build one more shape of long prefill chunks. False:
+        nothing is left to do."""
+        runner, shapes = self._runner, self._long_shapes
+        if runner is None or shapes is None:
+            return False
+        return self._queue.submit(lambda: runner.capture_next() or shapes.build_next()).result()
 
     def memory(self) -> dict[str, int]:
         """Bytes of the device: the most that were taken since start, and all there are."""
@@ -127,11 +132,14 @@ class Worker:
         if device.type == "cpu":
             keep_freed_memory()
         groups = group_layers(model.kv_specs())
+        if device.type == "cuda":
+            needs = self._backends.long_needs(device)
+            self._long_shapes = LongShapes(needs, config.max_num_tokens, config.max_seq_len, device)
         ledger = self._share_memory(model, groups, in_use)
         self._runner = self._make_runner(model, groups, ledger.num_blocks)
         self._warm_up(self._runner, len(groups), ledger.num_blocks)
         logger.debug("Warm after %.1f s.", time.monotonic() - began)
-        self._capture(self._runner)
+        self._get_ready()
         return WorkerInfo(
             num_blocks=ledger.num_blocks,
             tokens_per_block=config.tokens_per_block,
@@ -180,6 +188,7 @@ class Worker:
             config.model.vocab_size,
             clear_new_blocks=self._backends.reads_unused_slots,
             padding=self._padding(model),
+            long_shapes=self._long_shapes,
         )
 
     def _share_memory(self, model: CausalLM, groups: list[KvGroup], in_use: int) -> MemoryLedger:
@@ -220,17 +229,12 @@ class Worker:
         )
         return Padding(sizes, config.model.hidden_size, DTYPES[config.dtype], captures=True)
 
-    def _capture(self, runner: ModelRunner) -> None:
-        """Capture CUDA graphs for a moment, small sizes first; the rest come in idle time."""
-        began, num_graphs = time.monotonic(), 0
-        free = torch.cuda.mem_get_info()[0] if self._device.type == "cuda" else 0
-        while time.monotonic() - began < CAPTURE_S and runner.capture_next():
-            num_graphs += 1
-        if num_graphs:
-            taken = free - torch.cuda.mem_get_info()[0]
-            logger.info(
-                "CUDA graphs: %d captured in %.1f s, %.2f GiB.", num_graphs, time.monotonic() - began, taken / 2**30
-            )
+    def _get_ready(self) -> None:
+        """Spend a moment on what idle time is for, so that the first requests need not do without."""
+        began, num_done = time.monotonic(), 0
+        while time.monotonic() - began < GET_READY_S and self.use_idle_time():
+            num_done += 1
+        logger.debug("%d graphs and shapes ready in %.1f s.", num_done, time.monotonic() - began)
 
     def _warm_up(self, runner: ModelRunner, num_groups: int, num_blocks: int) -> None:
         config = self._config

@@ -79,6 +79,9 @@ class FakeWorker:
     def use_idle_time(self) -> bool:
         return False
 
+    def memory(self) -> dict[str, int]:
+        return {"peak_bytes": 1 << 20, "total_bytes": 1 << 30}
+
     def shutdown(self) -> None:
         pass
 

@@ -31,8 +31,10 @@ from headrace.kernels.batch_prep_triton import (
     store_tokens_kernel,
 )
 from headrace.kernels.greedy_triton import argmax_kernel, argmax_part_kernel
-from headrace.kernels.kv_cache_triton import copy_blocks_kernel
+from headrace.kernels.kv_cache_triton import copy_blocks_kernel, gather_row_kernel
+from headrace.kernels.merge_triton import merge_attention_kernel
 from headrace.kernels.norm_triton import fused_add_rms_norm_kernel, rms_norm_kernel
+from headrace.kernels.read_triton import BLOCK, PIECE, read_sums_kernel
 from headrace.kernels.rope_triton import qk_norm_rope_cache_write_kernel
 from headrace.kernels.sampling_triton import draw_kernel, filter_threshold_kernel, uniforms_kernel
 from headrace.kernels.skinny_triton import vector_kernel, vector_tile
@@ -41,14 +43,14 @@ from headrace.kernels.skinny_triton import vector_kernel, vector_tile
 # 16, as they are at a real launch, except those a kernel is not specialised on.
 TYPES = {
     "fp32": ("eps", "offset", "scale_log2", "softcap"),
-    "*fp32": ("part_value", "partial", "partial_lse", "logits", "top_p", "min_p", "thresholds"),
+    "*fp32": ("part_value", "lse", "other_lse", "partial", "partial_lse", "logits", "top_p", "min_p", "thresholds"),
     "*fp64": ("uniform",),
     "*i32": (
         "block_table", "query_start_loc", "seq_lens", "item_row", "row_items", "state", "staged", "rows", "tables",
         "num_computed_tokens", "token_ids", "sample_rows", "part_index", "choices", "top_k",
     ),
     "*i64": ("positions", "slots", "pairs", "input_ids", "slot_mapping", "sampled", "seeds"),
-    "*model": ("x", "weight", "bias", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena"),
+    "*model": ("x", "weight", "bias", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena", "other"),
 }  # fmt: skip
 
 
@@ -110,6 +112,10 @@ def layer_variants() -> Iterator[Variant]:
     yield Variant(gated_kernel, {"BLOCK": 1024, "IS_GELU": False})
     yield Variant(gated_kernel, {"BLOCK": 1024, "IS_GELU": True})
     yield Variant(copy_blocks_kernel, {"BLOCK": 4096}, 8)
+    head = {"HEAD_DIM": 128, "BLOCK_DIM": 128}
+    yield Variant(gather_row_kernel, head | {"TOKENS_PER_BLOCK": 32, "BLOCK": 64}, types={"table": "*i32"})
+    yield Variant(merge_attention_kernel, head | {"BLOCK": 32})
+    yield Variant(read_sums_kernel, {"PIECE": PIECE, "BLOCK": BLOCK}, 8, types={"out": "*fp32"})
     heads = {"HAS_Q_NORM": True, "HAS_K_NORM": True, "HAS_ROPE": True}
     whole = {"HEAD_DIM": 128, "HALF": 64, "BLOCK_HEADS": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1}
     part = {"HEAD_DIM": 80, "HALF": 16, "BLOCK_HEADS": 32, "BLOCK_HALF": 16, "BLOCK_REST": 64}
