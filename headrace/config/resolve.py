@@ -14,6 +14,9 @@ from headrace.utils.math import round_down
 RESERVE_BYTES = 1 << 30
 """Of a device's memory, left to nobody."""
 
+ATTENTION_SLOWNESS = 1.5
+"""Time of an operation in prefill attention over that of one in a large product, about: 450 and 680 TFLOP/s."""
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -47,7 +50,11 @@ class ResolvedConfig:
     max_batch_size: int
     max_num_tokens: int
     max_prefill_tokens: int
-    """Prompt tokens in a step that also decodes."""
+    """Prompt tokens in a step that also decodes; the most of them where `adapts_prefill`."""
+    adapts_prefill: bool
+    """The scheduler chooses how many, step by step."""
+    attention_depth: int
+    """The position at which a token's attention takes about as long as its products."""
     num_plans_in_flight: int
     attn_backend: str
     """As asked for: TRITON, VANILLA or AUTO, which the worker settles for each layer (`attention/choose.py`)."""
@@ -108,6 +115,8 @@ def resolve(
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,
         max_prefill_tokens=_max_prefill_tokens(choices),
+        adapts_prefill=device.kind == "cuda" and args.scheduler_config.max_prefill_tokens == "auto",
+        attention_depth=_attention_depth(model),
         num_plans_in_flight=1 if args.disable_overlap_scheduler else 2,
         attn_backend=_attn_backend(choices),
         tokens_per_block=args.kv_cache_config.tokens_per_block,
@@ -213,8 +222,12 @@ def _max_prefill_tokens(choices: _Choices) -> int:
     name, args = "scheduler_config.max_prefill_tokens", choices.args
     wanted = args.scheduler_config.max_prefill_tokens
     if wanted == "auto":
-        choices.chose(name, f"usual on {choices.device.kind}")
-        return min(2048 if choices.device.kind == "cuda" else 256, args.max_num_tokens)
+        is_gpu = choices.device.kind == "cuda"
+        choices.chose(
+            name,
+            "at most; each step takes what its decodes and the waiting prompts ask for" if is_gpu else "usual on a cpu",
+        )
+        return min(2048 if is_gpu else 256, args.max_num_tokens)
     if wanted > args.max_num_tokens:
         raise ConfigError(
             f"{name} ({wanted}) must not be above max_num_tokens ({args.max_num_tokens}), the tokens of a whole step; "
@@ -222,6 +235,14 @@ def _max_prefill_tokens(choices: _Choices) -> int:
             param=name,
         )
     return wanted
+
+
+def _attention_depth(model: ModelConfig) -> int:
+    """Floating-point operations of a token's products over those of its attention to one key, which are slower."""
+    tables = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    products = 2 * (model.num_params() - tables)
+    per_key = 4 * model.num_q_heads * model.head_dim * model.num_layers
+    return max(1, int(products / (per_key * ATTENTION_SLOWNESS)))
 
 
 def _attn_backend(choices: _Choices) -> str:

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from headrace.config.resolve import ResolvedConfig
+from headrace.core.prefill_budget import adaptive_budget
 from headrace.core.request import Request
 from headrace.errors import ConfigError, ContextLengthError, RequestError
 
@@ -17,7 +18,7 @@ class SchedulerLimits:
     max_num_tokens: int
     """Tokens of a step."""
     max_prefill_tokens: int
-    """Prefill tokens of a step that also decodes."""
+    """Prefill tokens of a step that also decodes: all that it may take, or the most (see `adapts_prefill`)."""
     max_seq_len: int
     """Prompt and output tokens of a request."""
     watermark: float = 0.01
@@ -26,6 +27,10 @@ class SchedulerLimits:
     capacity_policy: str = "MAX_UTILIZATION"
     """MAX_UTILIZATION admits what fits now, and preempts; GUARANTEED_NO_EVICT admits what can run to its end."""
     enable_chunked_prefill: bool = True
+    adapts_prefill: bool = False
+    """Such a step takes what `prefill_budget.py` says, in token-equivalents."""
+    attention_depth: int = 0
+    """The position at which a token's attention costs as much as its products; 0: not known."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -57,6 +62,8 @@ class SchedulerLimits:
             policy=config.waiting_queue_policy,
             capacity_policy=config.policy,
             enable_chunked_prefill=config.enable_chunked_prefill,
+            adapts_prefill=config.adapts_prefill,
+            attention_depth=config.attention_depth,
         )
 
     def check(self, request: Request) -> None:
@@ -78,11 +85,21 @@ class SchedulerLimits:
                 param="prompt",
             )
 
-    def prefill_budget(self, num_decodes: int) -> int:
-        """Prefill tokens of a step with `num_decodes` decodes."""
+    def prefill_budget(self, num_decodes: int, num_prompts: int, backlog: int) -> tuple[int, int]:
+        """What prefill a step with `num_decodes` decodes may do, and the attention depth to count it with (0: none).
+
+        num_prompts, backlog: requests whose prompt is not computed yet, and the tokens that they lack.
+        """
         left = self.max_num_tokens - num_decodes
         # A prefill that must not be split cannot be made to fit the budget of mixed steps.
-        return min(left, self.max_prefill_tokens) if num_decodes and self.enable_chunked_prefill else left
+        if not self.enable_chunked_prefill:
+            return left, 0
+        if num_decodes == 0:
+            # Prompts that come together begin to decode one after another: from then on steps are mixed.
+            return (min(left, self.max_prefill_tokens) if self.adapts_prefill and num_prompts > 1 else left), 0
+        if not self.adapts_prefill:
+            return min(left, self.max_prefill_tokens), 0
+        return min(left, adaptive_budget(num_decodes, backlog, self.max_prefill_tokens)), self.attention_depth
 
     def chunk_len(self, num_tokens: int, budget: int) -> int:
         """How many of a prefill's remaining tokens a step may run; what exceeds a whole step is always split."""

