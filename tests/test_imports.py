@@ -13,6 +13,8 @@ FRONT_END = [
     "headrace.engine.async_llm",
     "headrace.engine.llm",
     "headrace.core.scheduler",
+    "headrace.bench.run_engine",
+    "headrace.bench.run_server",
     "headrace.cli.main",
 ]
 
@@ -31,7 +33,9 @@ def test_the_core_can_be_driven_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["chat"], ["config"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["generate"], ["chat"], ["config"], ["bench"], ["bench", "throughput"]]
+)
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
     code = (
         "import sys\nfrom headrace.cli.main import main\n"

@@ -26,8 +26,8 @@ ENGINE = """
     scheduler_config.capacity_scheduler_policy scheduler_config.max_prefill_tokens scheduler_config.watermark
     scheduler_config.waiting_queue_policy device dtype num_threads attn_backend deterministic
     disable_overlap_scheduler cuda_graph_config cuda_graph_config.batch_sizes cuda_graph_config.max_batch_size
-    cuda_graph_config.enable_padding tensor_parallel_size pipeline_parallel_size context_parallel_size
-    moe_expert_parallel_size moe_tensor_parallel_size enable_attention_dp
+    cuda_graph_config.enable_padding cuda_graph_config.mixed_num_tokens tensor_parallel_size pipeline_parallel_size
+    context_parallel_size moe_expert_parallel_size moe_tensor_parallel_size enable_attention_dp
 """
 SERVER = """
     host port api_key api_key_file admin_key admin_key_file max_body_bytes drain_timeout_s keep_alive_timeout_s
@@ -37,13 +37,29 @@ SAMPLING = """
     max_tokens temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty stop
     ignore_eos
 """
+BENCH_WORK = "dataset num_requests input_len output_len random_seed temperature ignore_eos warm_cache"
+BENCH_OUTPUT = "report_json plot ceilings log_level"
+BENCH_ENGINE = f"{BENCH_WORK} {BENCH_OUTPUT} concurrency warmup streaming trace_steps config {ENGINE}"
+NORMAL = "input_mean input_stdev output_mean output_stdev"
+PREPARE = "output model tokenizer"
+RANDOM = f"{PREPARE} vocab_size random_seed text"
 FLAGS = {
     "serve": f"config {ENGINE} {SERVER}",
     "generate": f"prompt system raw config log_level {SAMPLING} {ENGINE}",
     "chat": f"url model api_key system config log_level {SAMPLING} {ENGINE}",
     "config": f"config {ENGINE} {SERVER}",
+    "bench throughput": BENCH_ENGINE,
+    "bench latency": BENCH_ENGINE,
+    "bench serve": f"url model endpoint api_key extra_body model_path num_gpus {BENCH_WORK} {BENCH_OUTPUT} "
+    "max_concurrency request_rate burstiness warmup",
+    "bench prepare-dataset token-norm-dist": f"{NORMAL} num_requests {RANDOM}",
+    "bench prepare-dataset token-unif-dist": f"input_min input_max output_min output_max num_requests {RANDOM}",
+    "bench prepare-dataset shared-prefix": f"prefix_len num_prefixes {NORMAL} num_requests {RANDOM}",
+    "bench prepare-dataset multi-turn": f"num_conversations num_turns {NORMAL} {RANDOM}",
+    "bench prepare-dataset from-jsonl": f"input output_mean num_requests {PREPARE}",
+    "bench compare": "plot log_level",
 }
-SHORT = {"serve": ["-c"], "generate": ["-p", "-c"], "chat": ["-c"], "config": ["-c"]}
+SHORT = {"generate": ["-p", "-c"], "bench serve": [], "bench compare": []}
 
 
 def test_the_names_of_the_package() -> None:
@@ -59,7 +75,8 @@ def test_the_commands() -> None:
 def test_the_flags_of_a_command(command: Command) -> None:
     flags = Flags(command)
     assert set(flags.flags) == set(FLAGS[command.name].split())
-    assert list(flags.shorts) == SHORT[command.name]
+    usual = ["-o"] if "prepare-dataset" in command.name else ["-c"]
+    assert list(flags.shorts) == SHORT.get(command.name, usual)
 
 
 @pytest.mark.parametrize("request_model", [ChatCompletionRequest, CompletionRequest])

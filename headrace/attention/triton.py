@@ -6,7 +6,8 @@ from torch import Tensor
 
 from headrace.attention.base import CAPABILITIES, DTYPES, AttentionMetadata, AttentionNeed
 from headrace.attention.long_chunk import LongPrefill, serves
-from headrace.kernels.attention_decode import DecodePlan, num_programs, paged_decode, plan_decode
+from headrace.kernels.attention_decode import paged_decode
+from headrace.kernels.attention_plan import DecodePlan, num_programs, plan_decode
 from headrace.kernels.attention_prefill import paged_prefill
 from headrace.kernels.attention_tile import decode_tile, prefill_tile, shared_memory
 
@@ -23,9 +24,9 @@ class TritonAttention:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         element_size = DTYPES[need.kv_dtype].itemsize
         shared = shared_memory(device)
-        self.programs = num_programs(device)
         self.prefill_tile = prefill_tile(need.head_dim, element_size, shared)
         self.decode_tile = decode_tile(need.head_dim, element_size, need.num_q_heads // need.num_kv_heads, shared)
+        self.programs = num_programs(device, self.decode_tile, need.head_dim, element_size)
         self.long = LongPrefill(need, device.type) if serves(need, device) else None
         self.plan_key = ("TRITON", need.window, need.num_q_heads, need.num_kv_heads, need.head_dim)
 
@@ -51,13 +52,11 @@ class TritonAttention:
         """See `AttentionBackend.forward`."""
         need = self.need
         out = torch.empty(q.shape[0], need.num_q_heads * need.head_dim, dtype=self.dtype, device=q.device)
-        table, starts, lens = metadata.block_tables[group], metadata.query_start_loc, metadata.seq_lens
+        table = metadata.block_tables[group]
         num_decode_rows = metadata.num_decode_rows
         if num_decode_rows:
             plan = self.decode_plan(metadata)
-            paged_decode(
-                q, kv_cache, out, plan, table, starts, lens, need.scale, need.window, need.softcap, self.decode_tile
-            )
+            paged_decode(q, kv_cache, out, plan, table, need.scale, need.window, need.softcap, self.decode_tile)
         first_row = metadata.first_prefill_row
         if self.long is not None:
             for chunk in metadata.long_chunks:

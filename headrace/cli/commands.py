@@ -4,41 +4,9 @@
 Nothing here imports a command, so `--help` loads none.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from headrace.cli.bench_commands import BENCH, BENCH_GROUPS
+from headrace.cli.command import CONFIG, LOG_LEVEL, Command, Group, Option
 
-Kind = Literal["text", "int", "float", "flag", "list"]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A flag of a command that is not a setting."""
-
-    name: str
-    help: str
-    kind: Kind = "text"
-    short: str | None = None
-    metavar: str = "TEXT"
-    default: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One command."""
-
-    name: str
-    summary: str
-    entry: str
-    """`module:function`, called with the `Invocation`; returns the exit code."""
-    trees: tuple[str, ...] = ("LlmArgs",)
-    """Config classes whose settings are flags of this command."""
-    options: tuple[Option, ...] = ()
-    model_is_optional: bool = False
-    example: str = ""
-
-
-CONFIG = Option("config", "YAML file of settings", short="-c", metavar="FILE")
-LOG_LEVEL = Option("log_level", "debug, info, warning, error or critical (default: warning)", metavar="LEVEL")
 SAMPLING = (
     Option("max_tokens", "most tokens in an answer (default: what max_seq_len leaves)", "int", metavar="N"),
     Option("temperature", "0 is greedy (default: the model's own)", "float", metavar="X"),
@@ -101,4 +69,6 @@ COMMANDS = (
         options=(CONFIG,),
         example="headrace config demo --max_batch_size 16",
     ),
+    *BENCH,
 )
+GROUPS: tuple[Group, ...] = BENCH_GROUPS

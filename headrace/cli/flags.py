@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from headrace.cli.alias import ALIASES, SILENT
-from headrace.cli.commands import Command, Option
+from headrace.cli.command import Command, Option
 from headrace.config.base import Config, Leaf, leaves
 from headrace.config.llm_args import LlmArgs
 from headrace.config.server import ServerConfig
@@ -20,6 +20,7 @@ TREES: dict[str, type[Config]] = {"LlmArgs": LlmArgs, "ServerConfig": ServerConf
 TRUE = {"true", "1", "yes", "on"}
 FALSE = {"false", "0", "no", "off"}
 MODEL_HELP = "A Hugging Face folder, a .gguf file, a Hub id, or `demo`"
+FILES_HELP = "A file, one or more"
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Invocation:
     """The settings that the command line gives."""
     became: list[str] = field(default_factory=list)
     """A sentence for each alias that was used."""
+    files: list[str] = field(default_factory=list)
+    """What a command takes that works on files."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,10 +90,10 @@ class Flags:
                 several = [v for value in values for v in (value if isinstance(value, list) else [value])]
                 value = several if isinstance(values[-1], list) else values[-1]
                 layer.put(flag.leaf.path, value, layer.spelled.get(name, f"--{name}"))
-        model = given["MODEL"]
+        model = given.get("MODEL")
         if model is not None:
             layer.put(("model",), model, "the command line")
-        return Invocation(self.command, model, options, layer, became)
+        return Invocation(self.command, model, options, layer, became, given.get("FILE") or [])
 
     def _normalize(self, argv: Sequence[str], layer: Layer, became: list[str]) -> list[str]:
         """Every flag as `--name=value` under its own name; what is not a flag, as it is."""
@@ -117,7 +120,7 @@ class Flags:
         negated = False
         if name not in self.flags and name not in ALIASES and name.startswith("no_"):
             name, negated = name[3:], True
-        if name == "model" and name not in self.flags:
+        if name == "model" and name not in self.flags and self.command.arguments == "model":
             return [_take(spelled, value, rest)]
         alias = ALIASES.get(name) if name not in self.flags else None
         target = alias.target if alias else name
@@ -160,22 +163,25 @@ class Flags:
         hidden = sum(1 for f in self.flags.values() if f.leaf is not None and not _is_shown(f.leaf, False))
         parser = _Parser(
             prog=f"headrace {command.name}",
-            usage=f"headrace {command.name} {'[MODEL]' if command.model_is_optional else 'MODEL'} [flags]",
+            usage=f"headrace {command.name} {_arguments(command)}[flags]",
             description=f"{command.summary[:1].upper()}{command.summary[1:]}.",
             epilog=_epilog(command, 0 if show_all else hidden),
             formatter_class=_formatter,
             add_help=False,
             allow_abbrev=False,
         )
-        parser.add_argument("MODEL", nargs="?", help=MODEL_HELP)
+        if command.arguments == "model":
+            parser.add_argument("MODEL", nargs="?", help=MODEL_HELP)
+        elif command.arguments == "files":
+            parser.add_argument("FILE", nargs="*", help=FILES_HELP)
         own = parser.add_argument_group(command.name)
-        for option in command.options:
-            names = [f"--{option.name}"] if option.short is None else [option.short, f"--{option.name}"]
-            shown = f"{option.help[:1].upper()}{option.help[1:]}"
-            metavar = "" if option.kind == "flag" else option.metavar
-            own.add_argument(*names, dest=option.name, action="append", metavar=metavar, help=shown)
-        own.add_argument("-h", "--help", action="store_true", help="The usual flags; --help-all: every flag")
         groups: dict[str, argparse._ArgumentGroup] = {}
+        for option in command.options:
+            _add_option(
+                groups.setdefault(option.group, parser.add_argument_group(option.group)) if option.group else own,
+                option,
+            )
+        own.add_argument("-h", "--help", action="store_true", help="The usual flags; --help-all: every flag")
         for flag in self.flags.values():
             if flag.leaf is None:
                 continue
@@ -186,6 +192,20 @@ class Flags:
             metavar = _metavar(flag.leaf)
             groups[title].add_argument(f"--{flag.name}", dest=flag.name, action="append", metavar=metavar, help=text)
         return parser
+
+
+def _arguments(command: Command) -> str:
+    """What the usage line shows between the command and its flags."""
+    if command.arguments == "model":
+        return "[MODEL] " if command.model_is_optional else "MODEL "
+    return "FILE ... " if command.arguments == "files" else ""
+
+
+def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:
+    names = [f"--{option.name}"] if option.short is None else [option.short, f"--{option.name}"]
+    shown = f"{option.help[:1].upper()}{option.help[1:]}".replace("%", "%%")
+    metavar = "" if option.kind == "flag" else option.metavar
+    group.add_argument(*names, dest=option.name, action="append", metavar=metavar, help=shown)
 
 
 def _is_shown(leaf: Leaf, show_all: bool) -> bool:
@@ -199,11 +219,15 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 def _epilog(command: Command, hidden: int) -> str:
     more = f"{hidden} more flags: headrace {command.name} --help-all. " if hidden else ""
+    settings = (
+        "Any setting may also stand in a YAML file (--config) or in the environment as HEADRACE_NAME, a nested one as "
+        "HEADRACE_GROUP__NAME; a flag wins over the environment, and that over the file. "
+        if command.trees
+        else ""
+    )
     return (
         f"{more}A flag that is true or false is on by its name alone and off as --no_NAME. Underscores and dashes are "
-        "the same. Any setting may also stand in a YAML file (--config) or in the environment as HEADRACE_NAME, a "
-        "nested one as HEADRACE_GROUP__NAME; a flag wins over the environment, and that over the file. Example: "
-        f"{command.example}"
+        f"the same. {settings}Example: {command.example}"
     )
 
 
@@ -256,13 +280,20 @@ def _boolean(spelled: str, value: str | None, rest: list[str], negated: bool) ->
 def _option_value(option: Option, texts: list[str]) -> Any:
     if option.kind == "list":
         return texts
+    if option.kind == "ints":
+        parts = [part.strip() for text in texts for part in text.split(",")]
+        return [_number(option, part) for part in parts]
     text = texts[-1]
     if option.kind == "flag":
         return text == "true"
     if option.kind == "text":
         return text
+    return _number(option, text)
+
+
+def _number(option: Option, text: str) -> int | float:
     try:
-        return int(text) if option.kind == "int" else float(text)
+        return float(text) if option.kind == "float" else int(text)
     except ValueError:
-        wanted = "a whole number" if option.kind == "int" else "a number"
+        wanted = {"int": "a whole number", "ints": "whole numbers (1,8,64)"}.get(option.kind, "a number")
         raise ConfigError(f"Flag --{option.name} takes {wanted}, but got {text!r}.") from None

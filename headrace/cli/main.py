@@ -11,10 +11,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace import __version__
-from headrace.cli.commands import COMMANDS, Command
+from headrace.cli.command import Command, Group
+from headrace.cli.commands import COMMANDS, GROUPS
 from headrace.envs import is_on
 from headrace.errors import HeadraceError, UserError
 from headrace.utils.spelling import nearest
+
+NAMED: dict[str, Command | Group] = {
+    **{command.name: command for command in COMMANDS},
+    **{group.name: group for group in GROUPS},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,24 +50,58 @@ def _dispatch(words: list[str]) -> int:
     if first in ("-V", "--version", "version"):
         sys.stdout.write(f"headrace {__version__}\n")
         return 0
-    command = _find(first)
-    flags = _load("headrace.cli.flags:Flags")(command)
-    before_dashes = words[1 : words.index("--")] if "--" in words else words[1:]
+    command, rest = _find(words)
+    before_dashes = rest[: rest.index("--")] if "--" in rest else rest
     wants_all = any(w in ("--help-all", "--help_all", "--help=all") for w in before_dashes)
-    if wants_all or "-h" in before_dashes or "--help" in before_dashes:
+    wants_help = wants_all or "-h" in before_dashes or "--help" in before_dashes
+    if isinstance(command, Group):
+        return _show_group(command, rest, wants_help)
+    flags = _load("headrace.cli.flags:Flags")(command)
+    if wants_help:
         sys.stdout.write(flags.help(show_all=wants_all))
         return 0
-    invocation = flags.parse(words[1:])
+    invocation = flags.parse(rest)
     return int(_load(command.entry)(invocation))
 
 
-def _find(name: str) -> Command:
-    for command in COMMANDS:
-        if command.name == name:
-            return command
-    near = nearest(name, [c.name for c in COMMANDS])
-    hint = f"the nearest is {near}" if near else f"the commands are {', '.join(c.name for c in COMMANDS)}"
-    raise UserError(f"Unknown command {name!r}; {hint}.")
+def _find(words: list[str]) -> tuple[Command | Group, list[str]]:
+    """The command, or the group of commands, that the words name, and the words that are left.
+
+    A group is no command itself, so flags may stand before the rest of a name in it: `bench --model demo latency`.
+    """
+    found: Command | Group | None = None
+    path: list[str] = []
+    rest = list(words)
+    while below := _below(path):
+        places = [at for at, word in enumerate(rest) if word.replace("_", "-") in below]
+        if not places or (places[0] != 0 and not isinstance(found, Group)):
+            break
+        path.append(rest.pop(places[0]).replace("_", "-"))
+        found = NAMED[" ".join(path)]
+    if found is None:
+        raise _unknown(words[0], _below([]))
+    return found, rest
+
+
+def _below(path: list[str]) -> list[str]:
+    """The words that may come next, in order."""
+    names = [command.name.split() for command in COMMANDS]
+    depth = len(path)
+    return list(dict.fromkeys(name[depth] for name in names if name[:depth] == path and len(name) > depth))
+
+
+def _unknown(word: str, known: list[str]) -> UserError:
+    near = nearest(word, known)
+    hint = f"the nearest is {near}" if near else f"the commands are {', '.join(known)}"
+    return UserError(f"Unknown command {word!r}; {hint}.")
+
+
+def _show_group(group: Group, rest: list[str], wants_help: bool) -> int:
+    if rest and not wants_help:
+        word = next((word for word in rest if not word.startswith("-")), rest[0])
+        raise _unknown(word, _below(group.name.split()))
+    sys.stdout.write(_group_help(group))
+    return 0 if wants_help else 2
 
 
 def _load(entry: str) -> Any:
@@ -70,18 +110,44 @@ def _load(entry: str) -> Any:
 
 
 def _overview() -> str:
-    width = max(len(c.name) for c in COMMANDS) + 2
+    tops = {name: _summary(name) for name in _below([])}
+    width = max(len(name) for name in tops) + 2
     lines = [
         "usage: headrace COMMAND [MODEL] [flags]",
         "",
         "LLM inference on one GPU, or on a CPU.",
         "",
         "commands:",
-        *(f"  {c.name:<{width}}{c.summary}" for c in COMMANDS),
+        *(f"  {name:<{width}}{summary}" for name, summary in tops.items()),
         "",
         "examples:",
-        *(f"  {c.example}" for c in COMMANDS),
+        *(f"  {c.example}" for c in COMMANDS if len(c.name.split()) == 1),
         "",
         "headrace COMMAND --help: a command's flags. headrace --version: the version.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(name: str) -> str:
+    return NAMED[name].summary
+
+
+def _group_help(group: Group) -> str:
+    below = {name: f"{group.name} {name}" for name in _below(group.name.split())}
+    width = max(len(name) for name in below) + 2
+    # One of each: what lies deeper has a help of its own.
+    examples = [next(c.example for c in COMMANDS if f"{c.name} ".startswith(f"{full} ")) for full in below.values()]
+    lines = [
+        f"usage: headrace {group.name} COMMAND [flags]",
+        "",
+        f"{group.summary[:1].upper()}{group.summary[1:]}.",
+        "",
+        "commands:",
+        *(f"  {name:<{width}}{_summary(full)}" for name, full in below.items()),
+        "",
+        "examples:",
+        *(f"  {example}" for example in examples),
+        "",
+        f"headrace {group.name} COMMAND --help: a command's flags.",
     ]
     return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.cli.local import Answer, Message, Write
 from headrace.errors import EngineError, ModelNotFoundError, RequestError, UserError
+from headrace.utils.url import base_url
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 TIMEOUT_S = 600.0
@@ -84,18 +85,6 @@ class RemoteModel:
         except (urllib.error.URLError, OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UserError(f"Cannot reach {self._base}: {reason}.", param="url") from None
-
-
-def base_url(url: str) -> str:
-    """`host:8000`, `http://host:8000/` and `http://host:8000/v1` are the same: `http://host:8000/v1`."""
-    full = url if "://" in url else f"http://{url}"
-    parts = urllib.parse.urlsplit(full)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(
-            f"--url {url} is not the address of a server; it looks like http://127.0.0.1:8000.", param="url"
-        )
-    full = full.rstrip("/")
-    return full if full.endswith("/v1") else f"{full}/v1"
 
 
 def events(lines: Iterator[bytes] | HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -348,7 +348,8 @@ class AsyncLLM:
         assert self._client is not None
         self._num_calls += 1
         call_id = self._num_calls
-        answer = self._stats_calls[call_id] = self._loop.create_future()
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._stats_calls[call_id] = answer
         self._client.send(make(call_id))
         try:
             return await answer

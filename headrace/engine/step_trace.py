@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.engine.executor import Tracer
-from headrace.engine.step_times import StepTimes
+from headrace.engine.step_times import Part, StepTimes
 
 NUM_SKIPPED = 4
 """Steps between the start of the recording and the part that counts: the first launches under a profiler are slow."""
@@ -27,7 +27,7 @@ class StepTrace:
         self._times = times
         self._first = num_done + NUM_SKIPPED
         self._last = self._first + max(1, num_steps)
-        self._before: dict[str, float] | None = None
+        self._before: dict[Part, float] | None = None
         self._answer = answer
         tracer.start()
         times.start()

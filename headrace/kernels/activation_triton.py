@@ -12,6 +12,14 @@ BLOCK = 1024
 
 
 @triton.jit
+def act_and_mul(gate, up, IS_GELU: tl.constexpr):
+    """SiLU or GELU by tanh of gate, times up."""
+    # GELU by tanh is gate * sigmoid(2 * sqrt(2 / pi) * (gate + 0.044715 * gate ** 3)).
+    turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    return gate / (1.0 + tl.exp(-turn)) * up
+
+
+@triton.jit
 def gated_kernel(x, out, x_stride, width, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, PDL: tl.constexpr):
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -20,9 +28,7 @@ def gated_kernel(x, out, x_stride, width, BLOCK: tl.constexpr, IS_GELU: tl.const
     x += row * x_stride + column
     gate = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + width, mask=inside, other=0.0).to(tl.float32)
-    # gelu by tanh is gate * sigmoid(2 * sqrt(2 / pi) * (gate + 0.044715 * gate ** 3)).
-    turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
-    value = gate / (1.0 + tl.exp(-turn)) * up
+    value = act_and_mul(gate, up, IS_GELU)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 

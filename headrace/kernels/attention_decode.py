@@ -1,107 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton: attention of rows with one new token each over their paged KV, split over the keys and put together again.
 
-A plan, made on the device once a step, cuts the rows' keys into items of one size, so that all rows together make about
-as many items as the GPU holds programs, however uneven they are. Every layer then runs one program per item and KV head
-and one small reduction. Grids follow the number of rows alone, never their lengths, so a captured graph stays right.
+One program per share of the step's plan (`attention_plan`) and KV head, and one small reduction for the rows that were
+cut. Grids follow the number of rows alone, never their lengths, so a captured graph stays right.
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.attention_tile import (
-    Tile,
-    attend_range,
-    block_dim,
-    cache_strides,
-    decode_tile,
-    shared_memory,
-    softmax_scale,
-)
-from headrace.kernels.pdl import pdl, wait_for_previous
+from headrace.kernels.attention_plan import RECORD, DecodePlan
+from headrace.kernels.attention_tile import Tile, block_dim, cache_strides, decode_tile, shared_memory, softmax_scale
+from headrace.kernels.pdl import pdl
 
-PROGRAMS_PER_SM = 8
-"""Programs the plan aims at, over all KV heads: two or three fit at a time, and several waves even out the tails."""
-
-MIN_CHUNK = 64
-"""Keys of the smallest item; chunks are multiples of it."""
-
-# One size for all batches up to it, so that none compiles the kernel anew.
-PLAN_ROWS = 1024
-PLAN_ITEMS = 32
-REDUCE_ITEMS = 16
+FEW_ITEMS = 8
+"""Items of a row that the reduction takes at once where there are many rows; four times as many where there are few."""
 
 
-@dataclass(slots=True)
-class DecodePlan:
-    """A step's decode rows cut into items, and room for the items' results. Shared by layers of one shape."""
-
-    num_rows: int
-    num_items: int
-    """At least the items there are."""
-    item_row: Tensor
-    """int32 [num_items]: the row of each item; -1 past the last."""
-    row_items: Tensor
-    """int32 [num_rows + 2]: each row's first item, the number of items, and the keys of an item."""
-    partial: Tensor
-    """fp32 [num_items, num_q_heads, head_dim]."""
-    partial_lse: Tensor
-    """fp32 [num_items, num_q_heads]: log2 of the sum of exp2 of the item's scores."""
+@triton.jit
+def load_item(items, item, RECORD: tl.constexpr):
+    """An item's row, query's place, first key, end of keys, first key seen, and whether it is all of its row."""
+    record = items + item * RECORD
+    row = tl.load(record)
+    query_row = tl.load(record + 1)
+    begin = tl.load(record + 2)
+    end = tl.load(record + 3)
+    seen = tl.load(record + 4)
+    is_all = tl.load(record + 5)
+    return row, query_row, begin, end, seen, is_all
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_items"], do_not_specialize_on_alignment=["query_start_loc", "seq_lens"])
-def plan_kernel(
-    query_start_loc,
-    seq_lens,
-    item_row,
-    row_items,
-    num_rows,
-    num_items,
-    target,
+@triton.jit
+def attend_item(
+    q,
+    keys,
+    values,
+    table,
+    block_stride,
+    begin,
+    end,
+    seen,
+    scale_log2,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_ITEMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):
-    row = tl.arange(0, BLOCK_ROWS)
-    length = tl.load(seq_lens + row, mask=row < num_rows, other=0)
-    begin = tl.load(query_start_loc + row, mask=row < num_rows, other=0)
-    end = tl.load(query_start_loc + row + 1, mask=row < num_rows, other=0)
-    length = tl.where(end - begin == 1, length, 0)
+    """Attend q [BLOCK_M, BLOCK_DIM] to the keys begin to end; begin is a multiple of BLOCK_N. See `attend_range`."""
+    column = tl.arange(0, BLOCK_DIM)
+    lane = tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
+    # Summed over a tile's keys only at the end, so that the loop has one exchange between lanes, not two.
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    most = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if WINDOW > 0:
-        length = tl.minimum(length, WINDOW)
-    chunk = tl.cdiv(tl.cdiv(tl.sum(length.to(tl.int64), axis=0), target), MIN_CHUNK) * MIN_CHUNK
-    chunk = tl.maximum(chunk, MIN_CHUNK).to(tl.int32)
-    count = (length + chunk - 1) // chunk
-    last = tl.cumsum(count, axis=0)
-    item = tl.program_id(0) * BLOCK_ITEMS + tl.arange(0, BLOCK_ITEMS)
-    found = tl.sum((last[None, :] <= item[:, None]).to(tl.int32), axis=1)
-    tl.store(item_row + item, tl.where(found < num_rows, found, -1), mask=item < num_items)
-    if tl.program_id(0) == 0:
-        tl.store(row_items + row, last - count, mask=row < num_rows)
-        tl.store(row_items + num_rows, tl.sum(count, axis=0))
-        tl.store(row_items + num_rows + 1, chunk)
+        begin = tl.maximum(begin, seen // BLOCK_N * BLOCK_N)
+    ONE_BLOCK: tl.constexpr = TOKENS_PER_BLOCK % BLOCK_N == 0
+    # Block ids are loaded a tile ahead of K and V: those can then be on their way for several tiles at a time.
+    last_block = (end - 1) // TOKENS_PER_BLOCK
+    if ONE_BLOCK:
+        block = tl.load(table + begin // TOKENS_PER_BLOCK)
+    else:
+        block = tl.load(table + tl.minimum((begin + lane) // TOKENS_PER_BLOCK, last_block))
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + lane
+        inside = key < end
+        if ONE_BLOCK:
+            base = block.to(tl.int64) * block_stride + (start % TOKENS_PER_BLOCK) * TOKEN_STRIDE
+            k_place = keys + base + (lane[None, :] * TOKEN_STRIDE + column[:, None])
+            v_place = values + base + (lane[:, None] * TOKEN_STRIDE + column[None, :])
+            block = tl.load(table + tl.minimum((start + BLOCK_N) // TOKENS_PER_BLOCK, last_block))
+        else:
+            offset = block.to(tl.int64) * block_stride + (key % TOKENS_PER_BLOCK) * TOKEN_STRIDE
+            k_place = keys + offset[None, :] + column[:, None]
+            v_place = values + offset[:, None] + column[None, :]
+            block = tl.load(table + tl.minimum((key + BLOCK_N) // TOKENS_PER_BLOCK, last_block))
+        # Slots past the row's last token may hold anything, NaN included: a weight of 0 would not hide that.
+        v_mask = inside[:, None]
+        if HEAD_DIM < BLOCK_DIM:
+            v_mask = v_mask & (column[None, :] < HEAD_DIM)
+            k = tl.load(k_place, mask=column[:, None] < HEAD_DIM, other=0.0)
+        else:
+            k = tl.load(k_place)
+        score = tl.dot(q, k, input_precision="ieee")
+        factor = scale_log2
+        if HAS_SOFTCAP:
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (scale_log2 * 2.885390081777927)) + 1.0))
+            factor = 1.0
+        visible = inside
+        if WINDOW > 0:
+            visible = visible & (key >= seen)
+        score = tl.where(visible[None, :], score, float("-inf"))
+        # An item's first tile holds a key that the query sees, so this is finite from then on.
+        now_most = tl.maximum(most, tl.max(score, axis=1) * factor)
+        p = tl.exp2(score * factor - now_most[:, None])
+        shrink = tl.exp2(most - now_most)
+        total = total * shrink[:, None] + p
+        v = tl.load(v_place, mask=v_mask, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        most = now_most
+    return acc, tl.sum(total, axis=1), most
 
 
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens", "table_stride"],
-)
+@triton.jit(do_not_specialize_on_alignment=["block_table", "table_stride"])
 def decode_kernel(
     q,
     cache,
     out,
     partial,
     partial_lse,
-    item_row,
-    row_items,
+    items,
+    share_items,
     block_table,
-    query_start_loc,
-    seq_lens,
     scale_log2,
     softcap,
     q_token_stride,
@@ -110,90 +126,86 @@ def decode_kernel(
     block_stride,
     kv_stride,
     head_stride,
-    token_stride,
     table_stride,
-    num_rows,
     num_q_heads,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    RECORD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    if PDL:
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
-    item = tl.program_id(1)
-    row = tl.load(item_row + item)
-    if row < 0:
-        return
-    first_item = tl.load(row_items + row)
-    num_row_items = tl.load(row_items + row + 1) - first_item
-    chunk = tl.load(row_items + num_rows + 1)
-    seq_len = tl.load(seq_lens + row)
-    begin = (item - first_item) * chunk
-    if WINDOW > 0:
-        begin += tl.maximum(seq_len - WINDOW, 0)
-    end = tl.minimum(begin + chunk, seq_len)
+    share = tl.program_id(1)
+    first_item = tl.load(share_items + share)
+    last_item = tl.load(share_items + share + 1)
+    row, query_row, begin, end, seen, is_all = load_item(items, first_item, RECORD)
     lane = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP_SIZE + lane
     column = tl.arange(0, BLOCK_DIM)
     there = (lane < GROUP_SIZE)[:, None] & (column[None, :] < HEAD_DIM)
-    query_row = tl.load(query_start_loc + row).to(tl.int64)
-    q_offset = (query_row * q_token_stride + head * q_head_stride)[:, None] + column[None, :]
-    query = tl.load(q + q_offset, mask=there, other=0.0).to(cache.dtype.element_ty)
-
     keys = cache + kv_head.to(tl.int64) * head_stride
     values = keys + kv_stride
-    table = block_table + row.to(tl.int64) * table_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    most = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    # The range starts inside the window, so one position serves all lanes and no window is left to mask.
-    position = tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1)
-    whole = begin + (end - begin) // BLOCK_N * BLOCK_N
-    acc, total, most = attend_range(
-        acc, total, most, query, keys, values, table, block_stride, token_stride, begin, whole, position,
-        scale_log2, softcap, HEAD_DIM, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, 0, HAS_SOFTCAP, False,
-    )  # fmt: skip
-    acc, total, most = attend_range(
-        acc, total, most, query, keys, values, table, block_stride, token_stride, whole, end, position,
-        scale_log2, softcap, HEAD_DIM, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, 0, HAS_SOFTCAP, True,
-    )  # fmt: skip
-    result = acc / total[:, None]
-    if num_row_items == 1:
-        target = (query_row * out_token_stride + head * HEAD_DIM)[:, None] + column[None, :]
-        tl.store(out + target, result.to(out.dtype.element_ty), mask=there)
-    else:
-        item_head = item.to(tl.int64) * num_q_heads + head
-        tl.store(partial + item_head[:, None] * HEAD_DIM + column[None, :], result, mask=there)
-        tl.store(partial_lse + item_head, most + tl.log2(total), mask=lane < GROUP_SIZE)
+    # The plan and the block tables are older than the kernel before this one: see `paged_decode`.
+    if PDL:
+        gdc_wait()
+    for item in tl.range(first_item, last_item):
+        next_row, next_query_row, next_begin, next_end, next_seen, next_is_all = load_item(items, item + 1, RECORD)
+        q_offset = (query_row.to(tl.int64) * q_token_stride + head * q_head_stride)[:, None] + column[None, :]
+        query = tl.load(q + q_offset, mask=there, other=0.0).to(cache.dtype.element_ty)
+        acc, total, most = attend_item(
+            query, keys, values, block_table + row.to(tl.int64) * table_stride, block_stride,
+            begin, end, seen, scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_M, BLOCK_DIM, BLOCK_N,
+            TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+        result = acc / total[:, None]
+        if is_all != 0:
+            target = (query_row.to(tl.int64) * out_token_stride + head * HEAD_DIM)[:, None] + column[None, :]
+            tl.store(out + target, result.to(out.dtype.element_ty), mask=there)
+        else:
+            item_head = (item * num_q_heads + head).to(tl.int64)
+            tl.store(partial + item_head[:, None] * HEAD_DIM + column[None, :], result, mask=there)
+            tl.store(partial_lse + item_head, most + tl.log2(total), mask=lane < GROUP_SIZE)
+        row = next_row
+        query_row = next_query_row
+        begin = next_begin
+        end = next_end
+        seen = next_seen
+        is_all = next_is_all
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_start_loc"])
+@triton.jit
 def reduce_kernel(
     partial,
     partial_lse,
     out,
     row_items,
-    query_start_loc,
+    items,
     out_token_stride,
     num_q_heads,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr,
+    RECORD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Put a row's items together; a row of one is already written, one of none is not decode's."""
-    wait_for_previous(PDL)
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(row_items + row)
     last = tl.load(row_items + row + 1)
-    query_row = tl.load(query_start_loc + row).to(tl.int64)
+    query_row = tl.load(items + first * RECORD + 1).to(tl.int64)
+    if PDL:
+        gdc_wait()
     if last - first <= 1:
         return
     column = tl.arange(0, BLOCK_DIM)
@@ -218,63 +230,12 @@ def reduce_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 
-def num_programs(device: torch.device) -> int:
-    """Programs that fill a device; a handful on the CPU (the interpreter)."""
-    if device.type != "cuda":
-        return 16
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def plan_decode(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    num_rows: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    window: int | None,
-    programs: int,
-) -> DecodePlan:
-    """Cut those of the first num_rows rows that have one new token into items.
-
-    query_start_loc: int32 [rows + 1]. seq_lens: int32 [rows]. programs: how many to aim at (`num_programs`).
-    """
-    device = seq_lens.device
-    target = max(programs // num_kv_heads, 1)
-    num_items = num_rows + target
-    plan = DecodePlan(
-        num_rows,
-        num_items,
-        torch.empty(num_items, dtype=torch.int32, device=device),
-        torch.empty(num_rows + 2, dtype=torch.int32, device=device),
-        torch.empty(num_items, num_q_heads, head_dim, dtype=torch.float32, device=device),
-        torch.empty(num_items, num_q_heads, dtype=torch.float32, device=device),
-    )
-    plan_kernel[(triton.cdiv(num_items, PLAN_ITEMS),)](
-        query_start_loc,
-        seq_lens,
-        plan.item_row,
-        plan.row_items,
-        num_rows,
-        num_items,
-        target,
-        WINDOW=window or 0,
-        MIN_CHUNK=MIN_CHUNK,
-        BLOCK_ROWS=max(triton.next_power_of_2(num_rows), PLAN_ROWS),
-        BLOCK_ITEMS=PLAN_ITEMS,
-        num_warps=8,
-    )
-    return plan
-
-
 def paged_decode(
     q: Tensor,
     kv_cache: Tensor,
     out: Tensor,
     plan: DecodePlan,
     block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -287,49 +248,51 @@ def paged_decode(
     if tile is None:
         tile = decode_tile(head_dim, kv_cache.element_size(), group_size, shared_memory(q.device))
     scale_log2, cap = softmax_scale(scale, softcap)
-    decode_kernel[(num_kv_heads, plan.num_items)](
+    *strides, token_stride = cache_strides(kv_cache)
+    decode_kernel[(num_kv_heads, plan.num_shares)](
         q,
         kv_cache,
         out,
         plan.partial,
         plan.partial_lse,
-        plan.item_row,
-        plan.row_items,
+        plan.items,
+        plan.share_items,
         block_table,
-        query_start_loc,
-        seq_lens,
         scale_log2,
         cap,
         q.stride(0),
         q.stride(1),
         out.stride(0),
-        *cache_strides(kv_cache),
+        *strides,
         block_table.stride(0),
-        plan.num_rows,
         num_q_heads,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
+        TOKEN_STRIDE=token_stride,
         BLOCK_DIM=block_dim(head_dim),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         TOKENS_PER_BLOCK=tokens_per_block,
         WINDOW=window or 0,
         HAS_SOFTCAP=softcap is not None,
+        RECORD=RECORD,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl(q.device),
     )
+    few_items = plan.num_shares <= FEW_ITEMS * plan.num_rows
     reduce_kernel[(plan.num_rows, num_q_heads)](
         plan.partial,
         plan.partial_lse,
         out,
-        plan.row_items,
-        query_start_loc,
+        plan.rows,
+        plan.items,
         out.stride(0),
         num_q_heads,
         HEAD_DIM=head_dim,
         BLOCK_DIM=block_dim(head_dim),
-        BLOCK_ITEMS=REDUCE_ITEMS,
-        num_warps=4,
+        BLOCK_ITEMS=FEW_ITEMS if few_items else 4 * FEW_ITEMS,
+        RECORD=RECORD,
+        num_warps=1 if few_items else 4,
         **pdl(q.device),
     )

@@ -73,12 +73,12 @@ def prefill_kernel(
     block_stride,
     kv_stride,
     head_stride,
-    token_stride,
     table_stride,
     first_row,
     num_rows,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -121,16 +121,19 @@ def prefill_kernel(
     most = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if WINDOW > 0:
         acc, total, most = attend_range(
-            acc, total, most, query, keys, values, table, block_stride, token_stride, begin, all_begin, position,
-            scale_log2, softcap, HEAD_DIM, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, True,
+            acc, total, most, query, keys, values, table, block_stride, begin, all_begin, position,
+            scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
+        True,
         )  # fmt: skip
     acc, total, most = attend_range(
-        acc, total, most, query, keys, values, table, block_stride, token_stride, all_begin, all_end, position,
-        scale_log2, softcap, HEAD_DIM, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, False,
+        acc, total, most, query, keys, values, table, block_stride, all_begin, all_end, position,
+        scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
+        False,
     )  # fmt: skip
     acc, total, most = attend_range(
-        acc, total, most, query, keys, values, table, block_stride, token_stride, all_end, end, position,
-        scale_log2, softcap, HEAD_DIM, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, True,
+        acc, total, most, query, keys, values, table, block_stride, all_end, end, position,
+        scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
+        True,
     )  # fmt: skip
     out_offset = (query_row * out_token_stride + head * HEAD_DIM)[:, None] + column[None, :]
     tl.store(out + out_offset, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
@@ -165,6 +168,7 @@ def paged_prefill(
     block_m = max(tile.block_m, triton.next_power_of_2(group_size))
     num_tiles = num_tokens // (block_m // group_size) + num_rows - first_row
     scale_log2, cap = softmax_scale(scale, softcap)
+    *strides, token_stride = cache_strides(kv_cache)
     prefill_kernel[(num_kv_heads, num_tiles)](
         q,
         kv_cache,
@@ -177,12 +181,13 @@ def paged_prefill(
         q.stride(0),
         q.stride(1),
         out.stride(0),
-        *cache_strides(kv_cache),
+        *strides,
         block_table.stride(0),
         first_row,
         num_rows,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
+        TOKEN_STRIDE=token_stride,
         BLOCK_DIM=block_dim(head_dim),
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,

@@ -5,8 +5,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.pdl import pdl, wait_for_previous
+from headrace.kernels.pdl import pdl
 
 TILE = 1024
 """Values a program holds: a few heads of one token."""
@@ -34,6 +35,22 @@ def store_head(target, first, second, rest, mask, column, rest_column, HEAD_DIM:
     tl.store(target + HALF + column[None, :], second.to(dtype), mask=inside)
     if 2 * HALF < HEAD_DIM:
         tl.store(target + rest_column[None, :], rest.to(dtype), mask=mask & (rest_column < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def head_scale(first, second, rest, normed, eps, HEAD_DIM: tl.constexpr, REST: tl.constexpr):
+    """1 / rms of each head that has a norm, 1 of the others: [heads, 1]."""
+    square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    if REST > 0:
+        square += tl.sum(rest * rest, axis=1)
+    return tl.where(normed, tl.rsqrt(square / HEAD_DIM + eps), 1.0)[:, None]
+
+
+@triton.jit
+def rotate(first, second, cos, sin, turned):
+    """Turn the pairs of the heads that are turned."""
+    turned_first = first * cos - second * sin
+    return tl.where(turned, turned_first, first), tl.where(turned, second * cos + first * sin, second)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -67,7 +84,8 @@ def qk_norm_rope_cache_write_kernel(
     HAS_ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
+    if PDL:
+        gdc_launch_dependents()
     # A head is first [HALF], second [HALF] and rest [HEAD_DIM - 2 * HALF], the part that is not turned.
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     token = tl.program_id(0).to(tl.int64)
@@ -77,40 +95,39 @@ def qk_norm_rope_cache_write_kernel(
     is_v = (head >= num_q_heads + num_kv_heads) & (head < num_q_heads + 2 * num_kv_heads)
     column = tl.arange(0, BLOCK_HALF)
     inside = column < HALF
-    there = (is_q | is_k | is_v)[:, None]
-    source = qkv + token * qkv_stride + head[:, None] * HEAD_DIM
-    first = tl.load(source + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
     rest_column = 2 * HALF + tl.arange(0, BLOCK_REST)
     in_rest = rest_column < HEAD_DIM
-    rest = first
-    if REST > 0:
-        rest = tl.load(source + rest_column[None, :], mask=there & in_rest[None, :], other=0.0).to(tl.float32)
-
-    if HAS_Q_NORM or HAS_K_NORM:
-        square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        if REST > 0:
-            square += tl.sum(rest * rest, axis=1)
-        scale = tl.rsqrt(square / HEAD_DIM + eps)
-        scale = tl.where((is_q & HAS_Q_NORM) | (is_k & HAS_K_NORM), scale, 1.0)[:, None]
-        first *= scale * head_weight(q_norm, k_norm, column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
-        second *= scale * head_weight(q_norm, k_norm, HALF + column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
-        if REST > 0:
-            rest *= scale * head_weight(
-                q_norm, k_norm, rest_column, in_rest, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM
-            )
+    there = (is_q | is_k | is_v)[:, None]
+    # Weights and the step's lists are older than the kernel before this one, so they are read without waiting for it.
+    slot = tl.load(slots + token).to(tl.int64)
     if HAS_ROPE:
         angle = table + tl.load(positions + token) * table_stride + column
         cos = tl.load(angle, mask=inside, other=1.0)[None, :]
         sin = tl.load(angle + HALF, mask=inside, other=0.0)[None, :]
-        turned = (is_q | is_k)[:, None]
-        turned_first = first * cos - second * sin
-        second = tl.where(turned, second * cos + first * sin, second)
-        first = tl.where(turned, turned_first, first)
-
+    if HAS_Q_NORM or HAS_K_NORM:
+        first_weight = head_weight(q_norm, k_norm, column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
+        second_weight = head_weight(q_norm, k_norm, HALF + column, inside, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
+        if REST > 0:
+            rest_weight = head_weight(q_norm, k_norm, rest_column, in_rest, offset, is_q, is_k, HAS_Q_NORM, HAS_K_NORM)
+    if PDL:
+        gdc_wait()
+    source = qkv + token * qkv_stride + head[:, None] * HEAD_DIM
+    first = tl.load(source + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + column[None, :], mask=there & inside[None, :], other=0.0).to(tl.float32)
+    rest = first
+    if REST > 0:
+        rest = tl.load(source + rest_column[None, :], mask=there & in_rest[None, :], other=0.0).to(tl.float32)
+    if HAS_Q_NORM or HAS_K_NORM:
+        normed = (is_q & HAS_Q_NORM) | (is_k & HAS_K_NORM)
+        scale = head_scale(first, second, rest, normed, eps, HEAD_DIM, REST)
+        first *= scale * first_weight
+        second *= scale * second_weight
+        if REST > 0:
+            rest *= scale * rest_weight
+    if HAS_ROPE:
+        first, second = rotate(first, second, cos, sin, (is_q | is_k)[:, None])
     q_target = out + (token * num_q_heads + head[:, None]) * HEAD_DIM
     store_head(q_target, first, second, rest, is_q[:, None], column, rest_column, HEAD_DIM, HALF)
-    slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         kv_head = head - num_q_heads - tl.where(is_v, num_kv_heads, 0)
         kv_offset = tl.where(is_v, kv_stride, 0) + kv_head.to(tl.int64) * head_stride

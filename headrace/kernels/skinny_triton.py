@@ -3,8 +3,7 @@
 before it, and multiplies in registers.
 
 Measured on an H200, Qwen3-8B's five shapes, one row: 3.77 ms over 36 layers and the head, the library 4.36. At four
-rows this form is bound by the reading of x (5.8 ms), and tiles of 16 rows for tensor cores lost to the library at every
-count of rows from 8 on (4.40 ms against 4.24 at 8 rows, 5.3 against 4.4 at 64).
+rows this form is bound by the reading of x (5.8 ms): `skinny_matrix.py` has the form for more.
 """
 
 from dataclasses import dataclass
@@ -14,8 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.activation_triton import act_and_mul
 from headrace.kernels.pdl import pdl, wait_for_previous
+from headrace.kernels.skinny_matrix import multiply
 
+MAX_VECTOR_ROWS = 2
 MAX_PARTS = 4
 """Pieces, each a power of two, that a weight row is held in."""
 
@@ -27,13 +29,6 @@ class Tile:
     block_n: int
     block_k: int
     num_warps: int
-
-
-@triton.jit
-def act_and_mul(gate, up, IS_GELU: tl.constexpr):
-    """SiLU or GELU by tanh of gate, times up."""
-    turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
-    return gate / (1.0 + tl.exp(-turn)) * up
 
 
 @triton.jit
@@ -148,9 +143,11 @@ def vector_tile(in_features: int, gated: bool) -> Tile:
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gated: bool, is_gelu: bool) -> Tensor:
-    """Write out [num_rows, out_features]."""
+    """Write out [num_rows, out_features], by either kernel."""
     num_rows, in_features = x.shape
     out_features = out.shape[1]
+    if num_rows > MAX_VECTOR_ROWS:
+        return multiply(x, weight, bias, out, gated, is_gelu)
     tile = vector_tile(in_features, gated)
     parts = triton.cdiv(in_features, tile.block_k)
     if num_rows:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.kernels.skinny import MAX_IN_FEATURES, MAX_ROWS, skinny_gated, skinny_linear
+from headrace.kernels.skinny import max_rows, skinny_gated, skinny_linear
 from headrace.quantization.base import FusedCall, RawTensor, copy_weight
 
 
@@ -23,9 +23,10 @@ class PlainMethod:
         layer.weight = nn.Parameter(weight, requires_grad=False)
         # The same storage, read without nn.Module's lookup.
         self._weight = layer.weight.data
-        # At a row or two the library leaves a tenth to a third of the bandwidth unused.
-        is_skinny = device.type == "cuda" and dtype != torch.float32 and in_features <= MAX_IN_FEATURES
-        self._skinny_rows = MAX_ROWS if is_skinny else 0
+        # Of few rows the library leaves a tenth to a third of the bandwidth unused.
+        is_skinny = device.type == "cuda" and dtype != torch.float32
+        capability = torch.cuda.get_device_capability(device) if is_skinny else (0, 0)
+        self._skinny_rows = max_rows(in_features, out_features, capability) if is_skinny else 0
         self._skinny: Callable[[Tensor, Tensor, Tensor | None], Tensor] = skinny_linear.choose(device.type)
         self._skinny_gated: Callable[[Tensor, Tensor, bool], Tensor] = skinny_gated.choose(device.type)
 

@@ -11,7 +11,7 @@ import pytest
 
 from headrace import __version__
 from headrace.cli import main as program
-from headrace.cli.commands import COMMANDS
+from headrace.cli.commands import COMMANDS, GROUPS
 from headrace.cli.main import main
 from headrace.config.sources import every_leaf, load_settings, yaml_layer
 from headrace.envs import SWITCHES
@@ -47,8 +47,9 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: headrace COMMAND")
-    for command in COMMANDS:
-        assert command.name in said and command.summary in said
+    for command in (*COMMANDS, *GROUPS):
+        is_top = " " not in command.name
+        assert (f"  {command.name} " in said and command.summary in said) == is_top
 
 
 def test_no_command_is_a_mistake_that_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +65,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("command", [c.name for c in COMMANDS])
 @pytest.mark.parametrize("flag", ["-h", "--help", "--help-all"])
 def test_every_command_has_help(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "whatever", flag]) == 0
+    assert main([*command.split(), "whatever", flag]) == 0
     assert capsys.readouterr().out.startswith(f"usage: headrace {command}")
 
 
@@ -72,7 +73,7 @@ def test_every_command_has_help(command: str, flag: str, capsys: pytest.CaptureF
     ("argv", "said"),
     [
         (["srve", "demo"], "Unknown command 'srve'; the nearest is serve."),
-        (["zzz"], "Unknown command 'zzz'; the commands are serve, generate, chat, config."),
+        (["zzz"], "Unknown command 'zzz'; the commands are serve, generate, chat, config, bench."),
         (["serve"], "No model is named: give `headrace serve MODEL`"),
         (["config", "/no/such/model"], "local path /no/such/model does not exist"),
         (["serve", "demo", "--max_batch_size", "0"], "max_batch_size = 0 (from --max_batch_size) is not valid"),

@@ -115,6 +115,29 @@ class SlowWorker(FakeWorker):
         return super().sample(plan, masks)
 
 
+class TracedWorker(FakeWorker):
+    """Takes a millisecond a step, and has a tracer that records nothing."""
+
+    def sample(self, plan: SchedulerOutput, masks: None) -> Done:
+        time.sleep(0.001)
+        return super().sample(plan, masks)
+
+    @property
+    def tracer(self) -> "FakeTracer":
+        return FakeTracer()
+
+
+class FakeTracer:
+    def start(self) -> None:
+        pass
+
+    def mark(self) -> None:
+        pass
+
+    def stop(self, num_steps: int) -> dict[str, object]:
+        return {"num_steps": num_steps, "traced": True}
+
+
 class SlowToLoad(FakeWorker):
     """Takes a minute to load."""
 

@@ -20,7 +20,8 @@ from triton.compiler import ASTSource
 
 import headrace.kernels
 from headrace.kernels.activation_triton import gated_kernel
-from headrace.kernels.attention_decode import decode_kernel, plan_kernel, reduce_kernel
+from headrace.kernels.attention_decode import FEW_ITEMS, decode_kernel, reduce_kernel
+from headrace.kernels.attention_plan import PLAN_ITEMS, PLAN_ROWS, RECORD, UNIT, plan_kernel
 from headrace.kernels.attention_prefill import prefill_kernel
 from headrace.kernels.attention_tile import SHARED_MEMORY, block_dim, decode_tile, prefill_tile
 from headrace.kernels.batch_prep_triton import (
@@ -37,6 +38,7 @@ from headrace.kernels.norm_triton import fused_add_rms_norm_kernel, rms_norm_ker
 from headrace.kernels.read_triton import BLOCK, PIECE, read_sums_kernel
 from headrace.kernels.rope_triton import qk_norm_rope_cache_write_kernel
 from headrace.kernels.sampling_triton import draw_kernel, filter_threshold_kernel, uniforms_kernel
+from headrace.kernels.skinny_matrix import BLOCK_M, BLOCK_N, matrix_kernel, matrix_tile
 from headrace.kernels.skinny_triton import vector_kernel, vector_tile
 
 # Argument types by name, unless a variant says otherwise; all others are int32. Pointers and numbers are multiples of
@@ -46,8 +48,9 @@ TYPES = {
     "*fp32": ("part_value", "lse", "other_lse", "partial", "partial_lse", "logits", "top_p", "min_p", "thresholds"),
     "*fp64": ("uniform",),
     "*i32": (
-        "block_table", "query_start_loc", "seq_lens", "item_row", "row_items", "state", "staged", "rows", "tables",
-        "num_computed_tokens", "token_ids", "sample_rows", "part_index", "choices", "top_k",
+        "block_table", "query_start_loc", "seq_lens", "items", "share_items", "row_items", "row_units", "state",
+        "staged", "rows", "tables",
+        "num_computed_tokens", "token_ids", "sample_rows", "part_index", "counters", "choices", "top_k",
     ),
     "*i64": ("positions", "slots", "pairs", "input_ids", "slot_mapping", "sampled", "seeds"),
     "*model": ("x", "weight", "bias", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena", "other"),
@@ -92,6 +95,7 @@ def attention_variants(arch: int) -> Iterator[Variant]:
         common = {
             "GROUP_SIZE": group_size,
             "HEAD_DIM": head_dim,
+            "TOKEN_STRIDE": head_dim,
             "BLOCK_DIM": block_dim(head_dim),
             "TOKENS_PER_BLOCK": 32,
             "WINDOW": window,
@@ -102,7 +106,8 @@ def attention_variants(arch: int) -> Iterator[Variant]:
             (decode_kernel, decode_tile(head_dim, size, group_size, shared)),
         ):
             blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-            yield Variant(kernel, common | blocks, tile.num_warps, tile.num_stages, dtype)
+            record = {"RECORD": RECORD} if kernel is decode_kernel else {}
+            yield Variant(kernel, common | blocks | record, tile.num_warps, tile.num_stages, dtype)
 
 
 def layer_variants() -> Iterator[Variant]:
@@ -133,12 +138,21 @@ def product_variants() -> Iterator[Variant]:
         shape = {"NUM_ROWS": 2, "PARTS": parts, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         fused = {"HAS_BIAS": has_bias, "GATED": gated, "IS_GELU": gated}
         yield Variant(vector_kernel, shape | even | fused, tile.num_warps)
+    for in_features, out_features, gated in ((4096, 4096, False), (4096, 6144, False), (4096, 12288, True)):
+        cut = matrix_tile(in_features, out_features, gated)
+        assert cut is not None
+        shape = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": cut.block_k, "SPLIT": cut.split}
+        part = {"PART": in_features // cut.split, "LINES": 8, "HAS_BIAS": not gated, "GATED": gated, "IS_GELU": False}
+        yield Variant(matrix_kernel, shape | part, cut.num_warps, cut.num_stages)
 
 
 def step_variants() -> Iterator[Variant]:
     """What runs once a step: gathering the batch, plans, sampling."""
-    yield Variant(plan_kernel, {"WINDOW": 512, "MIN_CHUNK": 64, "BLOCK_ROWS": 1024, "BLOCK_ITEMS": 32}, 8)
-    yield Variant(reduce_kernel, {"HEAD_DIM": 128, "BLOCK_DIM": 128, "BLOCK_ITEMS": 16})
+    plan = {"WINDOW": 512, "UNIT": UNIT, "RECORD": RECORD, "BLOCK_ROWS": PLAN_ROWS[1], "BLOCK_ITEMS": PLAN_ITEMS}
+    yield Variant(plan_kernel, plan, 8)
+    reduced = {"HEAD_DIM": 128, "BLOCK_DIM": 128, "RECORD": RECORD}
+    yield Variant(reduce_kernel, reduced | {"BLOCK_ITEMS": FEW_ITEMS}, 1)
+    yield Variant(reduce_kernel, reduced | {"BLOCK_ITEMS": 4 * FEW_ITEMS})
     yield Variant(apply_writes_kernel, {"RECORD": 4, "BLOCK": 1024})
     yield Variant(gather_tokens_kernel, {"BLOCK": 1024})
     yield Variant(gather_blocks_kernel, {"TOKENS_PER_BLOCK": 32, "BLOCK": 1024})
