@@ -22,7 +22,7 @@ class SchedulerConfig(Config):
     """MAX_UTILIZATION admits while blocks last and preempts the cheapest request when they run out;
     GUARANTEED_NO_EVICT admits a request only with room for its longest possible output."""
     max_prefill_tokens: Count | Literal["auto"] = "auto"
-    """Prompt tokens in a step that also decodes, so that long prompts do not stall streams; auto: on a GPU 384 to 2048,
+    """Prompt tokens in a step that also decodes, so that long prompts do not stall streams; auto: on a GPU 960 to 2048,
     by the decodes and the waiting prompts, on a CPU 256."""
     watermark: Annotated[float, Field(ge=0.0, le=0.5), Beta] = 0.01
     """Share of the blocks kept free when a request is admitted, for those that run to grow into."""

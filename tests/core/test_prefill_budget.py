@@ -27,7 +27,7 @@ def test_without_a_depth_tokens_are_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_decodes", "backlog", "expected"), [(1, 0, 384), (100, 0, 600), (900, 0, 2048), (1, 64_000, 1000)]
+    ("num_decodes", "backlog", "expected"), [(1, 0, 960), (100, 0, 1600), (900, 0, 2048), (1, 64_000, 1000)]
 )
 def test_the_budget_grows_with_decodes_and_with_what_waits(num_decodes: int, backlog: int, expected: int) -> None:
     assert adaptive_budget(num_decodes, backlog, 2048) == expected
@@ -82,7 +82,7 @@ def test_a_late_prompt_rides_along_in_small_chunks_and_smaller_ones_the_deeper_i
             break
         assert sum(row.num_tokens == 1 for row in plan.scheduled) == 32
         sizes.append(chunk_tokens(plan))
-    assert sizes[0] > LEAST and max(sizes) < 500
+    assert LEAST * 0.9 < sizes[0] <= LEAST and max(sizes) == sizes[0]
     assert sizes[-2] < sizes[0] / 2
     assert sum(sizes) == 30_000
 
