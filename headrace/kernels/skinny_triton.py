@@ -17,7 +17,7 @@ from headrace.kernels.activation_triton import act_and_mul
 from headrace.kernels.pdl import pdl, wait_for_previous
 from headrace.kernels.skinny_matrix import multiply
 
-MAX_VECTOR_ROWS = 1
+MAX_VECTOR_ROWS = 2
 MAX_PARTS = 4
 """Pieces, each a power of two, that a weight row is held in."""
 
