@@ -6,6 +6,7 @@ obtained and HEADRACE_REQUIRE_DEMO is not set (CI sets it).
 """
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +27,17 @@ def demo_model() -> str:
         if os.environ.get("HEADRACE_REQUIRE_DEMO"):
             raise
         pytest.skip(f"no demo model: {error}")
+
+
+@pytest.fixture(autouse=True)
+def log_level_stays_in_its_test() -> Iterator[None]:
+    """A command run inside a test sets the log level for the processes it starts; later tests start theirs anew."""
+    before = os.environ.get("HEADRACE_LOG_LEVEL")
+    yield
+    if before is None:
+        os.environ.pop("HEADRACE_LOG_LEVEL", None)
+    else:
+        os.environ["HEADRACE_LOG_LEVEL"] = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
