@@ -20,7 +20,10 @@ from torch import Tensor
 from headrace.attention.base import DTYPES, AttentionNeed, LongChunk
 from headrace.kernels.kv_cache import gather_row
 from headrace.kernels.merge import merge_attention
+from headrace.logger import get_logger
 from headrace.utils.math import round_down, round_up
+
+logger = get_logger(__name__)
 
 UNIT = 1024
 PIECES = (8192, 4096, 2048, 1024)
@@ -106,13 +109,23 @@ class LongShapes:
         if not self._to_build:
             return False
         shape = self._to_build.pop()
+        try:
+            self._build(shape)
+        except RuntimeError as error:
+            # No cuDNN here, or none that takes the model: our own kernel serves every chunk.
+            self._to_build.clear()
+            self._ready.clear()
+            logger.warning("Long prompts do without cuDNN's attention, which failed: %s", error)
+            return False
+        self._ready.add(shape)
+        return True
+
+    def _build(self, shape: Shape) -> None:
         for need in self._needs:
             dtype = DTYPES[need.dtype]
             q = torch.zeros(shape.num_queries, need.num_q_heads, need.head_dim, dtype=dtype, device=self._device)
             kv = torch.zeros(2, need.num_kv_heads, shape.num_keys, need.head_dim, dtype=dtype, device=self._device)
             cudnn_attention(q.transpose(0, 1)[None], kv[:1], kv[1:], need.scale, shape.is_causal)
-        self._ready.add(shape)
-        return True
 
 
 class LongPrefill:

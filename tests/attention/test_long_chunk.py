@@ -96,3 +96,19 @@ def test_a_model_that_it_does_not_serve_has_no_long_chunks() -> None:
     shapes = LongShapes([], 8192, 16_384, torch.device("cpu"))
     assert not shapes.build_next()
     assert not shapes.takes(8192, 8192)
+
+
+def test_a_cudnn_that_fails_costs_the_fast_path_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no valid execution plan")
+
+    monkeypatch.setattr(long_chunk, "cudnn_attention", lambda *_: None)
+    need = AttentionNeed(1, 1, 8, 1.0, dtype="float16", kv_dtype="float16")
+    shapes = LongShapes([need], 8192, 16_384, torch.device("cpu"))
+    for _ in range(3):
+        assert shapes.build_next()
+    assert shapes.takes(4096, 4096)
+    monkeypatch.setattr(long_chunk, "cudnn_attention", fails)
+    assert not shapes.build_next()
+    assert not shapes.build_next()
+    assert not shapes.takes(4096, 4096)
