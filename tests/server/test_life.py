@@ -281,7 +281,8 @@ def test_every_choice_of_every_prompt_counts_as_waiting(serve):
     server = serve(FakeLLM(answer=lambda p, c: Answer(hang_after=1 if p == "x" else None)), max_waiting_requests=1)
     body = {"model": "fake", "prompt": ["x", "x", "x"], "n": 2, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # a name keeps it open: httpx closes the connection of one let go
+        next(lines)
         assert server.lifecycle.num_sequences == 6
         assert server.chat().status_code == 503
     wait_for(lambda: server.lifecycle.num_sequences == 0)
