@@ -122,18 +122,11 @@ class KVCacheManager:
         It stops where an equal block of somebody else is in use: pinning that one too would keep two where one is
         needed. `close` gets past it.
         """
-        size = self.tokens_per_block
-        while self._has_uncommitted(table, num_computed_tokens):
-            tokens = token_ids[table.node.depth * size : (table.node.depth + 1) * size]
-            if self.tree.is_in_use(table.node, tokens):
-                break
-            self._commit_block(table, tokens)
+        self._commit(table, token_ids, num_computed_tokens, passes_used=False)
 
     def close(self, table: BlockTable, token_ids: list[int], num_computed_tokens: int) -> None:
         """Free its blocks, but for those full of computed tokens: they are kept in the prefix cache."""
-        size = self.tokens_per_block
-        while self._has_uncommitted(table, num_computed_tokens):
-            self._commit_block(table, token_ids[table.node.depth * size : (table.node.depth + 1) * size])
+        self._commit(table, token_ids, num_computed_tokens, passes_used=True)
         self._close(table)
 
     def close_untrusted(self, table: BlockTable) -> None:
@@ -154,15 +147,19 @@ class KVCacheManager:
 
     # Inside
 
-    def _has_uncommitted(self, table: BlockTable, num_computed_tokens: int) -> bool:
-        is_full = (table.node.depth + 1) * self.tokens_per_block <= num_computed_tokens
-        return is_full and self.enable_block_reuse and not table.node.is_detached
-
-    def _commit_block(self, table: BlockTable, token_ids: list[int]) -> None:
-        depth = table.node.depth
-        table.node, given_up = self.tree.insert(table.node, token_ids, tuple(ids[depth] for ids in table.block_ids))
-        if given_up is not None:
-            self._free([given_up])
+    def _commit(self, table: BlockTable, token_ids: list[int], num_computed_tokens: int, *, passes_used: bool) -> None:
+        """passes_used: go on where an equal block is in use, which then is pinned beside the table's own."""
+        size, tree = self.tokens_per_block, self.tree
+        if not self.enable_block_reuse:
+            return
+        for depth in range(table.node.depth, num_computed_tokens // size):
+            tokens = tuple(token_ids[depth * size : (depth + 1) * size])
+            if table.node.is_detached or (not passes_used and tree.is_in_use(table.node, tokens)):
+                return
+            block_ids = tuple([ids[depth] for ids in table.block_ids])
+            table.node, given_up = tree.insert(table.node, tokens, block_ids)
+            if given_up is not None:
+                self._free([given_up])
 
     def _close(self, table: BlockTable) -> None:
         self._free(self._private_blocks(table))

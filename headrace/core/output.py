@@ -26,7 +26,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     sampling: SamplingSpec
 
 
-class BlockAppend(msgspec.Struct, frozen=True):
+class BlockAppend(msgspec.Struct, frozen=True, gc=False):
     """Blocks that extend a row's block table, from entry `start` on."""
 
     row: int
@@ -53,24 +53,42 @@ class CachePlan(msgspec.Struct, frozen=True):
     device_copies: list[tuple[int, int, int]] = []
 
 
-class SchedulerOutput(msgspec.Struct, frozen=True):
-    """One step. Order of execution: free rows, admit, append blocks, cache plan, then run `scheduled`."""
+class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
+    """One step. Order of execution: free rows, admit, append blocks, cache plan, then run the rows.
+
+    Its rows are those of `decode_rows`, then those of `chunks`; none stands here twice. A row's place is its index in
+    that order.
+    """
 
     step_id: int
     freed_rows: list[int]
     admitted: list[AdmittedRequest]
     appended_blocks: list[BlockAppend]
     cache_plan: CachePlan
-    scheduled: list[ScheduledRow]
-    """Rows of one token first, then the prefill chunks; a row stands here at most once."""
+    chunks: list[ScheduledRow]
+    """Rows that run part of a prefill; those with one token first."""
+    decode_rows: list[int] = []
+    """Rows that run one token, their newest, and sample the next."""
+    decode_starts: list[int] = []
+    """Of each of these the position of that token, as `ScheduledRow.start`."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decode_rows) + len(self.chunks)
 
     @property
     def num_tokens(self) -> int:
         """Tokens this step runs, over all rows."""
-        return sum(r.num_tokens for r in self.scheduled)
+        return len(self.decode_rows) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def scheduled(self) -> list[ScheduledRow]:
+        """All rows alike, made on each call: for what happens seldom."""
+        decodes = zip(self.decode_rows, self.decode_starts, strict=True)
+        return [ScheduledRow(row, 1, True, start) for row, start in decodes] + self.chunks
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities at one position, the chosen token first, then the top ones, best first."""
 
     token_ids: list[int]
@@ -79,27 +97,23 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     """1 is the most probable token of the vocabulary."""
 
 
-class RowOutput(msgspec.Struct, frozen=True):
-    """What came of one row of `SchedulerOutput.scheduled`."""
-
-    token_ids: list[int]
-    """The tokens sampled, 0 to k (0 for a prefill chunk that ends before the prompt does)."""
-    logprobs: list[TokenLogprobs] | None = None
-    """One per sampled token, where asked for."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """One per token of this chunk whose successor is a prompt token: entry i speaks of prompt token start + i + 1."""
-    error: str | None = None
-    """Why this row failed (the request ends, the others go on)."""
-
-
-class ModelOutput(msgspec.Struct, frozen=True):
-    """The results of one plan, in the order of its `scheduled`."""
+class ModelOutput(msgspec.Struct, frozen=True, gc=False):
+    """The results of one plan. Keys are places in the plan; what most rows have not is kept for those that have it."""
 
     step_id: int
-    rows: list[RowOutput]
+    token_ids: list[int]
+    """The tokens sampled, in the order of the plan's rows."""
+    counts: list[int] | None = None
+    """How many of them are each row's, over all rows; None: one of each row that samples, whatever became of it."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    """One per sampled token, where asked for."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """One per token of this chunk whose successor is a prompt token: entry i speaks of prompt token start + i + 1."""
+    errors: dict[int, str] = {}
+    """Why a row failed: its tokens are void, its request ends, the others go on."""
 
 
-class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
+class RequestDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step added to one request: the core's answer to the front end.
 
     A request's last delta has a `finish_reason`; after an abort or `finish` there is none at all.

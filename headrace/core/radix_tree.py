@@ -7,7 +7,7 @@ can be evicted, leaves first, least recently used first.
 """
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 BlockIds = tuple[int, ...]
 """The blocks of one node, one per KV group."""
@@ -106,7 +106,7 @@ class RadixTree:
                 self._drop_if_bare(each)
         return gone
 
-    def insert(self, parent: Node, token_ids: list[int], block_ids: BlockIds) -> tuple[Node, BlockIds | None]:
+    def insert(self, parent: Node, token_ids: Sequence[int], block_ids: BlockIds) -> tuple[Node, BlockIds | None]:
         """The child of a pinned `parent` for one block of tokens, pinned once; and blocks that are free now.
 
         A child there that nobody pins takes on `block_ids`, and gives up its own. One in use keeps its own: then
@@ -126,7 +126,7 @@ class RadixTree:
         return node, given_up
 
     @staticmethod
-    def is_in_use(parent: Node, token_ids: list[int]) -> bool:
+    def is_in_use(parent: Node, token_ids: Sequence[int]) -> bool:
         """Whether `parent` has a child for this block of tokens that somebody pins."""
         node = parent.children.get(tuple(token_ids))
         return node is not None and node.num_pins > 0

@@ -93,6 +93,7 @@ class Request:
         "num_computed_tokens",
         "num_known_tokens",
         "num_launched_tokens",
+        "num_plain_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "priority",
@@ -139,8 +140,10 @@ class Request:
         self.num_computed_tokens = 0
         self.num_launched_tokens = 0
         self.num_known_tokens = self.num_prompt_tokens
+        self.num_plain_tokens = 0
+        """While it decodes: until so many tokens are launched, no step need look at anything but their number."""
         self.last_step_id = 0
-        """The last plan that runs it; 0: none yet."""
+        """The last plan launched before it was preempted; 0: it never was."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache at first admission."""
         self.num_prompt_logprobs = 0
@@ -154,6 +157,10 @@ class Request:
     def is_covered(self) -> bool:
         """Whether the launched plans bring all the output it may have: there is nothing left to schedule."""
         return self.num_known_tokens >= self.max_total_tokens
+
+    def count_plain_tokens(self) -> None:
+        """Set `num_plain_tokens`: up to the end of its blocks, or to the last token but one that it may launch."""
+        self.num_plain_tokens = min(self.table.num_token_slots, self.max_total_tokens - 2)
 
     @property
     def is_finished(self) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_manager import CLOSED, KVCacheManager
 from headrace.core.limits import SchedulerLimits
-from headrace.core.output import ModelOutput, RequestDelta, RowOutput, ScheduledRow, SchedulerOutput, TokenLogprobs
+from headrace.core.output import ModelOutput, RequestDelta, ScheduledRow, SchedulerOutput, TokenLogprobs
 from headrace.core.policy import WaitingQueue, make_policy
 from headrace.core.prefill_budget import cost, tokens_within
 from headrace.core.request import Request, RequestStatus
@@ -43,7 +43,12 @@ class Scheduler:
         self.waiting = WaitingQueue(self.policy)
         """WAITING and PREEMPTED requests."""
         self.running: dict[Request, None] = {}
-        """RUNNING requests in order of admission."""
+        """RUNNING requests in order of admission. One that is in neither of the following is covered: launched plans
+        bring all its output."""
+        self._decodes: dict[Request, int] = {}
+        """Those with one token to run, each with its row."""
+        self._prefills: dict[Request, None] = {}
+        """Those with more."""
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         self._last_updated_step_id = 0
@@ -105,14 +110,15 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next plan, launched as far as the scheduler knows; None: nothing can run before the next update."""
         step = Step(self.counters.num_steps + 1, self.cache)
-        decodes, prefills = self._ready_requests()
-        preempted = self._preempt_until_decodes_fit(decodes, prefills)
-        for request in decodes:
-            step.run(request, 1)
-        num_prefill_tokens = self._schedule_prefills(step, prefills, len(decodes), may_admit=not preempted)
+        preempted = self._preempt_until_decodes_fit()
+        num_decodes = len(self._decodes)
+        covered = step.run_decodes(self._decodes)
+        num_prefill_tokens = self._schedule_prefills(step, num_decodes, may_admit=not preempted)
         if step.is_empty:
             return None
-        self.counters.num_decode_tokens += len(decodes)
+        for request in covered:
+            del self._decodes[request]
+        self.counters.num_decode_tokens += num_decodes
         self.counters.num_prefill_tokens += num_prefill_tokens
         plan = step.plan(self._newly_freed_rows)
         self._newly_freed_rows = []
@@ -127,11 +133,22 @@ class Scheduler:
             raise EngineError(f"results of step {output.step_id} came while step {launched.step_id} was due")
         self._last_updated_step_id = plan.step_id
         deltas: list[RequestDelta] = []
-        for request, row, result in zip(requests, plan.scheduled, output.rows, strict=True):
-            delta = self._reconcile(request, row, result)
-            if delta is not None:
-                deltas.append(delta)
-                self.counters.num_output_tokens += len(delta.new_token_ids)
+        if output.counts is None:
+            num_sampling = len(plan.decode_rows) + sum(chunk.samples for chunk in plan.chunks)
+            if len(output.token_ids) != num_sampling:
+                raise EngineError(
+                    f"step {plan.step_id} samples {num_sampling} rows and {len(output.token_ids)} tokens came of it"
+                )
+            self._take_in_decodes(plan, requests, output, deltas)
+            tokens = iter(output.token_ids[len(plan.decode_rows) :])
+            for place, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
+                new = [next(tokens)] if chunk.samples else []
+                self._take_in(requests[place], chunk, new, place, output, deltas)
+        else:
+            end = 0
+            for place, (row, count) in enumerate(zip(plan.scheduled, output.counts, strict=True)):
+                end += count
+                self._take_in(requests[place], row, output.token_ids[end - count : end], place, output, deltas)
         return deltas
 
     def stats(self) -> SchedulerStats:
@@ -152,31 +169,18 @@ class Scheduler:
 
     # Choosing
 
-    def _ready_requests(self) -> tuple[list[Request], list[Request]]:
-        """Running requests with something left to schedule: those with one token to run, and the others."""
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in self.running:
-            if request.num_known_tokens < request.max_total_tokens:
-                ready = decodes if request.num_known_tokens - request.num_launched_tokens == 1 else prefills
-                ready.append(request)
-        return decodes, prefills
-
-    def _preempt_until_decodes_fit(self, decodes: list[Request], prefills: list[Request]) -> bool:
-        """Preempt until each of `decodes` can have the block it may need; whether any had to be."""
+    def _preempt_until_decodes_fit(self) -> bool:
+        """Preempt until each decode can have the block it may need; whether any had to be."""
+        decodes, cache = self._decodes, self.cache
+        if len(decodes) <= cache.num_available_blocks:
+            return False
         preempted = False
-        while self._num_missing_blocks(decodes) > self.cache.num_available_blocks:
+        while sum(r.num_launched_tokens == r.table.num_token_slots for r in decodes) > cache.num_available_blocks:
             victim = self._cheapest_to_preempt()
             assert victim is not None, "the first request alone does not fit into the pool"
             self._preempt(victim)
             preempted = True
-            for ready in (decodes, prefills):
-                if victim in ready:
-                    ready.remove(victim)
         return preempted
-
-    def _num_missing_blocks(self, decodes: list[Request]) -> int:
-        return sum(request.num_launched_tokens == request.table.num_token_slots for request in decodes)
 
     def _cheapest_to_preempt(self) -> Request | None:
         """The running request whose preemption costs least; never the first in policy order, so that one always ends.
@@ -191,14 +195,14 @@ class Scheduler:
             default=None,
         )
 
-    def _schedule_prefills(self, step: Step, prefills: list[Request], num_decodes: int, *, may_admit: bool) -> int:
+    def _schedule_prefills(self, step: Step, num_decodes: int, *, may_admit: bool) -> int:
         """Running prefills and waiting requests in one policy order, within the budget; tokens scheduled."""
-        if not prefills and not self.waiting:
+        if not self._prefills and not self.waiting:
             return 0
+        prefills = sorted(self._prefills, key=self.policy.key, reverse=True)
         backlog = self.waiting.num_tokens + sum(r.num_known_tokens - r.num_launched_tokens for r in prefills)
         num_left, depth = self.limits.prefill_budget(num_decodes, len(prefills) + len(self.waiting), backlog)
         num_scheduled = 0
-        prefills.sort(key=self.policy.key, reverse=True)
         while num_left > 0:
             waiting = self._first_waiting() if may_admit else None
             if waiting is not None and (not prefills or self.policy.key(waiting) < self.policy.key(prefills[-1])):
@@ -226,8 +230,20 @@ class Scheduler:
         fits = self.cache.num_tokens_that_fit(request.table, start + wanted) - start
         num_tokens = self.limits.chunk_len(wanted, fits)
         if num_tokens > 0:
-            step.run(request, num_tokens)
+            step.run_chunk(request, num_tokens)
+            self._sort_in(request)
         return num_tokens
+
+    def _sort_in(self, request: Request) -> None:
+        """Note what a prefill of which a chunk was launched has left to run."""
+        self._prefills.pop(request, None)
+        if request.is_covered:
+            return
+        if request.num_known_tokens - request.num_launched_tokens == 1:
+            request.count_plain_tokens()
+            self._decodes[request] = request.row
+        else:
+            self._prefills[request] = None
 
     # Letting in and pushing back
 
@@ -261,7 +277,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.table = table
         request.num_computed_tokens = request.num_launched_tokens = num_cached
-        self.running[request] = None
+        self.running[request] = self._prefills[request] = None
         self.counters.num_prefix_query_tokens += len(request.token_ids) if use_cache else 0
         self.counters.num_prefix_hit_tokens += num_cached
         step.admit(request)
@@ -271,6 +287,7 @@ class Scheduler:
         """Push a running request back to the front of its level; it will compute again what the cache has lost."""
         request.move_to(RequestStatus.PREEMPTED)
         self._release(request, trusted=True)
+        request.last_step_id = self.counters.num_steps
         request.num_computed_tokens = request.num_launched_tokens = 0
         self.waiting.push(request)
         self.counters.num_preemptions += 1
@@ -296,24 +313,64 @@ class Scheduler:
             self.cache.close_untrusted(request.table)
         request.table = CLOSED
         del self.running[request]
+        self._decodes.pop(request, None)
+        self._prefills.pop(request, None)
         self._newly_freed_rows.append(request.row)
         self._free_rows.append(request.row)
         request.row = -1
 
     # Taking in a result
 
-    def _reconcile(self, request: Request, row: ScheduledRow, result: RowOutput) -> RequestDelta | None:
+    def _take_in_decodes(
+        self, plan: SchedulerOutput, requests: list[Request], output: ModelOutput, deltas: list[RequestDelta]
+    ) -> None:
+        """Add a token to each decode's request; what is more than that, `_take_in` does.
+
+        requests: of the plan's rows. deltas: gets what is new.
+        """
+        running, size = RequestStatus.RUNNING, self.cache.tokens_per_block
+        special = {*output.errors, *output.logprobs, *output.prompt_logprobs}
+        for place, (_, request, token_id) in enumerate(zip(plan.decode_rows, requests, output.token_ids, strict=False)):
+            token_ids = request.token_ids
+            if (
+                request.status is not running
+                or len(token_ids) + 1 >= request.max_total_tokens
+                or token_id in request.stop_token_ids
+                or place in special
+            ):
+                row = ScheduledRow(plan.decode_rows[place], 1, True, plan.decode_starts[place])
+                self._take_in(request, row, [token_id], place, output, deltas)
+                continue
+            token_ids.append(token_id)
+            request.num_computed_tokens = computed = request.num_computed_tokens + 1
+            if computed % size == 0:
+                self.cache.commit(request.table, token_ids, computed)
+            num_prompt, num_cached = request.num_prompt_tokens, request.num_cached_tokens
+            deltas.append(RequestDelta(request.request_id, [token_id], None, None, None, None, num_prompt, num_cached))
+            self.counters.num_output_tokens += 1
+
+    def _take_in(
+        self,
+        request: Request,
+        row: ScheduledRow,
+        token_ids: list[int],
+        place: int,
+        output: ModelOutput,
+        deltas: list[RequestDelta],
+    ) -> None:
         """Add one row's result to its request. Of a preempted request the tokens count, its blocks are gone."""
         is_running = request.status is RequestStatus.RUNNING
         if not is_running and request.is_finished:
-            return None
-        if result.error is not None or (row.samples and not result.token_ids):
-            return self._fail(request, result.error or "the worker returned no token")
+            return
+        error = output.errors.get(place)
+        if error is not None or (row.samples and not token_ids):
+            deltas.append(self._fail(request, error or "the worker returned no token"))
+            return
         if is_running:
             request.num_computed_tokens += row.num_tokens
         status: RequestStatus | None = None
         num_new = 0
-        for token_id in result.token_ids:
+        for token_id in token_ids:
             request.token_ids.append(token_id)
             num_new += 1
             status = check_stop(request)
@@ -321,21 +378,25 @@ class Scheduler:
                 break
         if is_running and request.num_computed_tokens % self.cache.tokens_per_block < row.num_tokens:
             self.cache.commit(request.table, request.token_ids, request.num_computed_tokens)
-        prompt_logprobs = _unseen_prompt_logprobs(request, row, result)
+        prompt_logprobs = _unseen_prompt_logprobs(request, row, output.prompt_logprobs.get(place))
         if status is not None:
             self._end(request, status)
         elif num_new == 0 and prompt_logprobs is None:
-            return None
-        return RequestDelta(
-            request_id=request.request_id,
-            new_token_ids=result.token_ids[:num_new],
-            finish_reason=None if status is None else status.value,
-            stop_reason=None if status is None else stop_reason(request),
-            logprobs=None if result.logprobs is None else result.logprobs[:num_new],
-            prompt_logprobs=prompt_logprobs,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
+            return
+        logprobs = output.logprobs.get(place)
+        deltas.append(
+            RequestDelta(
+                request_id=request.request_id,
+                new_token_ids=token_ids[:num_new],
+                finish_reason=None if status is None else status.value,
+                stop_reason=None if status is None else stop_reason(request),
+                logprobs=None if logprobs is None else logprobs[:num_new],
+                prompt_logprobs=prompt_logprobs,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+            )
         )
+        self.counters.num_output_tokens += num_new
 
     def _fail(self, request: Request, error: str) -> RequestDelta:
         self._end(request, RequestStatus.FINISHED_ERROR)
@@ -358,8 +419,16 @@ class Scheduler:
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_batch_size))
         assert {*self.running, *self.waiting} == set(self._requests.values())
         assert len(self.running) + len(self.waiting) == len(self._requests)
+        assert self._decodes.keys() | self._prefills.keys() <= self.running.keys()
+        assert not self._decodes.keys() & self._prefills.keys()
         for request in self.running:
+            num_left = request.num_known_tokens - request.num_launched_tokens
             assert request.status is RequestStatus.RUNNING
+            assert (request in self._prefills) == (num_left > 1)
+            assert (request in self._decodes) == (num_left == 1 and not request.is_covered)
+            if request in self._decodes:
+                assert self._decodes[request] == request.row
+                assert request.num_plain_tokens == min(request.table.num_token_slots, request.max_total_tokens - 2)
             assert request.num_computed_tokens <= request.num_launched_tokens <= request.num_known_tokens
             assert request.num_launched_tokens <= request.table.num_token_slots
         for request in self.waiting:
@@ -368,10 +437,12 @@ class Scheduler:
             assert request.num_computed_tokens == request.num_launched_tokens == 0
 
 
-def _unseen_prompt_logprobs(request: Request, row: ScheduledRow, result: RowOutput) -> list[TokenLogprobs] | None:
+def _unseen_prompt_logprobs(
+    request: Request, row: ScheduledRow, scores: list[TokenLogprobs] | None
+) -> list[TokenLogprobs] | None:
     """The chunk's prompt log-probabilities but for those passed on before a preemption."""
-    if not result.prompt_logprobs:
+    if not scores:
         return None
-    unseen = result.prompt_logprobs[max(0, request.num_prompt_logprobs - row.start) :]
+    unseen = scores[max(0, request.num_prompt_logprobs - row.start) :]
     request.num_prompt_logprobs += len(unseen)
     return unseen or None

@@ -9,28 +9,43 @@ NO_COPIES = CachePlan()
 
 
 class Step:
-    """Collects rows of one token and prefill chunks, each with its request beside it."""
+    """Collects decodes, rows of one token and longer chunks, each with its request beside it."""
 
-    __slots__ = ("_admitted", "_appended", "_cache", "_chunk_requests", "_chunks", "_requests", "_singles", "step_id")
+    __slots__ = (
+        "_admitted",
+        "_appended",
+        "_cache",
+        "_chunk_requests",
+        "_chunks",
+        "_decode_requests",
+        "_decode_rows",
+        "_decode_starts",
+        "_single_requests",
+        "_singles",
+        "step_id",
+    )
 
     def __init__(self, step_id: int, cache: KVCacheManager) -> None:
         self.step_id = step_id
         self._cache = cache
         self._admitted: list[AdmittedRequest] = []
         self._appended: list[BlockAppend] = []
+        self._decode_rows: list[int] = []
+        self._decode_starts: list[int] = []
+        self._decode_requests: list[Request] = []
         self._singles: list[ScheduledRow] = []
-        self._requests: list[Request] = []
+        self._single_requests: list[Request] = []
         self._chunks: list[ScheduledRow] = []
         self._chunk_requests: list[Request] = []
 
     @property
     def is_empty(self) -> bool:
-        return not self._singles and not self._chunks
+        return not self._decode_rows and not self._singles and not self._chunks
 
     @property
     def requests(self) -> list[Request]:
-        """The requests of `scheduled`, in its order."""
-        return self._requests + self._chunk_requests
+        """The requests of the plan's rows, in their order."""
+        return self._decode_requests + self._single_requests + self._chunk_requests
 
     def admit(self, request: Request) -> None:
         """Tell the workers of a request that has just got its row and its first blocks."""
@@ -45,8 +60,31 @@ class Step:
             )
         )
 
-    def run(self, request: Request, num_tokens: int) -> None:
-        """Run the next `num_tokens` of a request; the blocks it needs can be had."""
+    def run_decodes(self, decodes: dict[Request, int]) -> list[Request]:
+        """Run the newest token of each; the blocks they need can be had. Called once.
+
+        decodes: each with its row. Returns those whose output the launched plans now cover.
+        """
+        starts: list[int] = []
+        covered: list[Request] = []
+        for request in decodes:
+            start = request.num_launched_tokens
+            starts.append(start)
+            if start >= request.num_plain_tokens:
+                if start == request.table.num_token_slots:
+                    self._extend(request, start + 1)
+                request.count_plain_tokens()
+                if start + 2 >= request.max_total_tokens:
+                    covered.append(request)
+            request.num_launched_tokens = start + 1
+            request.num_known_tokens = start + 2
+        self._decode_starts = starts
+        self._decode_rows = list(decodes.values())
+        self._decode_requests = list(decodes)
+        return covered
+
+    def run_chunk(self, request: Request, num_tokens: int) -> None:
+        """Run the next `num_tokens` of a prefill; the blocks it needs can be had."""
         start = request.num_launched_tokens
         end = start + num_tokens
         if end > request.table.num_token_slots:
@@ -55,11 +93,10 @@ class Step:
         if samples:
             request.num_known_tokens += 1
         request.num_launched_tokens = end
-        request.last_step_id = self.step_id
         row = ScheduledRow(request.row, num_tokens, samples, start)
         if num_tokens == 1:
             self._singles.append(row)
-            self._requests.append(request)
+            self._single_requests.append(request)
         else:
             self._chunks.append(row)
             self._chunk_requests.append(request)
@@ -77,5 +114,7 @@ class Step:
             admitted=self._admitted,
             appended_blocks=self._appended,
             cache_plan=NO_COPIES,
-            scheduled=self._singles + self._chunks,
+            chunks=self._singles + self._chunks,
+            decode_rows=self._decode_rows,
+            decode_starts=self._decode_starts,
         )

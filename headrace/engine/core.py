@@ -18,6 +18,7 @@ from headrace.core.output import RequestDelta, SchedulerOutput
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.executor import Executor, PendingOutput
+from headrace.engine.garbage import IdleCollector
 from headrace.engine.ipc import (
     Abort,
     Dying,
@@ -140,13 +141,22 @@ class EngineCore:
 class CoreLoop:
     """Serves any number of front ends. Each has a ZMQ identity; a request belongs to the one that sent it."""
 
-    def __init__(self, core: EngineCore, info: EngineInfo, requests: "zmq.Socket[bytes]", life: socket.socket) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        info: EngineInfo,
+        requests: "zmq.Socket[bytes]",
+        life: socket.socket,
+        collector: IdleCollector | None = None,
+    ) -> None:
         """
         Args:
             requests: a bound ROUTER.
             life: end of file (or anything at all) on it ends the loop.
+            collector: called where nothing runs.
         """
         self._core = core
+        self._collector = collector
         self._info = info
         self._socket = requests
         # A front end that is gone is an error when written to, not a silence: that is how its requests are found.
@@ -170,8 +180,11 @@ class CoreLoop:
             stuck = core.num_reconciled_steps == steps_before
             steps_before = core.num_reconciled_steps
             timeout_ms: int | None = (1 if stuck else 0) if core.has_work else None
-            if timeout_ms is None and core.executor.use_idle_time():
-                timeout_ms = 0
+            if timeout_ms is None:
+                if core.executor.use_idle_time():
+                    timeout_ms = 0
+                elif self._collector is not None:
+                    self._collector.when_idle(core.num_reconciled_steps)
             ready = dict(self._poller.poll(timeout_ms))
             if self._life in ready:
                 return
@@ -257,6 +270,13 @@ class CoreLoop:
         return True
 
     def _give(self, deltas: list[RequestDelta]) -> None:
+        if len(self._front_ends) == 1:
+            # All requests that run are its own: what a front end that has left still ran is aborted.
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._owner.pop(delta.request_id, None)
+            self._send(next(iter(self._front_ends)), [Outputs(deltas)])
+            return
         by_front_end: dict[bytes, list[RequestDelta]] = {}
         for delta in deltas:
             identity = self._owner.get(delta.request_id)

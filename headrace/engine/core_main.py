@@ -6,7 +6,6 @@ never outlives the process that started it.
 """
 
 import dataclasses
-import gc
 import logging
 import os
 import select
@@ -28,6 +27,7 @@ from headrace.config.resolve import ResolvedConfig, resolve
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import CoreLoop, EngineCore
 from headrace.engine.executor import Executor, WorkerInfo, load_by_name
+from headrace.engine.garbage import IdleCollector
 from headrace.engine.ipc import EngineInfo, Failed, Progress, Ready, StartCore, receive_life, send_life
 from headrace.errors import HeadraceError, ModelLoadError
 from headrace.logger import get_logger, set_process_name
@@ -87,11 +87,9 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         info = describe(config, source, worker, start.address, time.monotonic() - began)
         scheduler = Scheduler.from_config(config, worker.num_blocks, worker.num_groups)
         core = EngineCore(scheduler, executor, config.num_plans_in_flight)
-        loop = CoreLoop(core, info, requests, life)
-        if start.parent_pid != os.getpid():
-            # What is loaded stays: no collection need ever look at it again.
-            gc.collect()
-            gc.freeze()
+        # In a process of one's own; a thread of the user's leaves their collector alone.
+        collector = IdleCollector() if start.parent_pid != os.getpid() else None
+        loop = CoreLoop(core, info, requests, life, collector)
         send_life(life, Ready(info))
         loop.run()
         return True

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,17 @@ from headrace.core.output import ScheduledRow, SchedulerOutput
 from headrace.kernels.batch_prep import gather_blocks, gather_tokens
 from headrace.utils.math import cdiv
 from headrace.worker.padded_sizes import PaddedSize
-from headrace.worker.request_state import RequestState, RowSettings
+from headrace.worker.request_state import (
+    BANS,
+    BIAS,
+    FILTERS,
+    LOGPROBS,
+    PENALTIES,
+    RANDOM,
+    WHOLE_VOCABULARY,
+    RequestState,
+    RowSettings,
+)
 from headrace.worker.step_lists import StepLists
 from headrace.worker.upload import StepWords
 
@@ -132,37 +141,50 @@ def plain_rows(places: list[int], rows: list[int]) -> SamplingRows:
 
 
 def sampling_rows(
-    scheduled: Sequence[ScheduledRow], places: list[int], settings: Sequence[RowSettings | None], vocab_size: int
+    places: list[int], rows: list[int], max_len: int, settings: Sequence[RowSettings | None], vocab_size: int
 ) -> SamplingRows:
-    """Sort a step's sampling rows by the work they need. places: which of `scheduled` sample."""
-    picked = [(scheduled[place].row, _known(settings, scheduled[place].row)) for place in places]
+    """Sort a step's sampling rows by the work they need.
 
-    def subset(wants: Callable[[RowSettings], Any]) -> Subset | None:
-        some = [(place, row) for place, (row, has) in enumerate(picked) if wants(has)]
-        if not some:
-            return None
-        return Subset([place for place, _ in some], [row for _, row in some], len(some) == len(places))
+    Args:
+        places: of each in the plan.
+        rows: theirs in the state.
+        max_len: at least the known tokens of any of them.
+    """
+    needs = [_known(settings, row).needs for row in rows]
+    # Most steps have few different kinds of rows, so whole kinds are asked, not rows.
+    kinds = set(needs)
 
-    everything = Subset(list(range(len(places))), [row for row, _ in picked], True)
-    noisy = [has for _, has in picked if not has.is_greedy]
-    if any(has.has_top_p and not has.top_k for has in noisy):
+    def subset(need: int) -> Subset | None:
+        wanted = [kind for kind in kinds if kind & need]
+        if len(wanted) == len(kinds):
+            return Subset(everything.places, rows, True)
+        some = [place for place, kind in enumerate(needs) if kind & need] if wanted else []
+        return Subset(some, [rows[place] for place in some]) if some else None
+
+    def has_of(subset: Subset | None) -> list[RowSettings]:
+        return [] if subset is None else [_known(settings, row) for row in subset.rows]
+
+    everything = Subset(list(range(len(places))), rows, True)
+    filtered = has_of(subset(FILTERS))
+    if any(kind & WHOLE_VOCABULARY for kind in kinds):
         num_candidates = vocab_size
     else:
-        num_candidates = min(max((has.top_k for has in noisy), default=0), vocab_size)
+        num_candidates = min(max((has.top_k for has in filtered), default=0), vocab_size)
+    banned, biased, logprobs = subset(BANS), subset(BIAS), subset(LOGPROBS)
     return SamplingRows(
         places=places,
         rows=everything,
-        penalised=subset(lambda has: has.has_penalties),
-        biased=subset(lambda has: has.num_bias),
-        banned=subset(lambda has: has.num_banned),
-        random=subset(lambda has: not has.is_greedy),
-        logprobs=subset(lambda has: has.logprobs is not None),
-        max_len=max(scheduled[place].start + scheduled[place].num_tokens for place in places),
+        penalised=subset(PENALTIES),
+        biased=biased,
+        banned=banned,
+        random=subset(RANDOM),
+        logprobs=logprobs,
+        max_len=max_len,
         num_candidates=num_candidates,
-        has_filters=num_candidates > 0 or any(has.has_min_p for has in noisy),
-        ban_width=max(has.num_banned for _, has in picked),
-        bias_width=max(has.num_bias for _, has in picked),
-        num_top=max(has.logprobs or 0 for _, has in picked),
+        has_filters=bool(filtered),
+        ban_width=max((has.num_banned for has in has_of(banned)), default=0),
+        bias_width=max((has.num_bias for has in has_of(biased)), default=0),
+        num_top=max((has.logprobs or 0 for has in has_of(logprobs)), default=0),
     )
 
 
@@ -172,11 +194,13 @@ def _known(settings: Sequence[RowSettings | None], row: int) -> RowSettings:
     return has
 
 
-def prompt_chunks(scheduled: Sequence[ScheduledRow], settings: Sequence[RowSettings | None]) -> list[PromptChunk]:
-    """The chunks of this step whose prompt log-probabilities are wanted."""
+def prompt_chunks(
+    scheduled: Sequence[ScheduledRow], num_decodes: int, settings: Sequence[RowSettings | None]
+) -> list[PromptChunk]:
+    """Those of the plan's chunks, which come after its decodes, whose prompt log-probabilities are wanted."""
     chunks = []
-    first = 0
-    for place, row in enumerate(scheduled):
+    first = num_decodes
+    for place, row in enumerate(scheduled, num_decodes):
         has = _known(settings, row.row)
         if has.prompt_logprobs is not None:
             count = min(row.num_tokens, has.num_prompt_tokens - 1 - row.start)
@@ -211,6 +235,7 @@ class InputBatch:
         self._query_start_loc = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self._slots = [torch.zeros_like(self._input_ids) for _ in state.block_tables]
         self._tables = [torch.zeros_like(table) for table in state.block_tables]
+        self._counting = list(range(num_rows + 1))
         self._gather_tokens = gather_tokens.choose(device.type)
         self._gather_blocks = gather_blocks.choose(device.type)
 
@@ -219,39 +244,41 @@ class InputBatch:
 
         size_of: which shape a step is padded to, if any are.
         """
-        scheduled, state = plan.scheduled, self._state
-        rows: list[int] = []
-        starts, places, last_tokens = [0], list[int](), list[int]()
-        num_tokens = num_decode_rows = max_query_len = max_seq_len = 0
-        for place, row in enumerate(scheduled):
-            count = row.num_tokens
+        state, chunks = self._state, plan.chunks
+        num_tokens = num_decode_rows = num_decodes = len(plan.decode_rows)
+        rows, starts = plan.decode_rows, self._counting[: num_decodes + 1]
+        places, last_tokens = self._counting[:num_decodes], self._counting[:num_decodes]
+        max_query_len = min(num_decodes, 1)
+        max_seq_len = max_sampled_len = max(plan.decode_starts, default=-1) + 1
+        if chunks:
+            rows = rows + [chunk.row for chunk in chunks]
+        for place, chunk in enumerate(chunks, num_decodes):
+            count = chunk.num_tokens
             num_tokens += count
-            rows.append(row.row)
             starts.append(num_tokens)
-            if row.samples:
+            if chunk.samples:
                 places.append(place)
                 last_tokens.append(num_tokens - 1)
+                max_sampled_len = max(max_sampled_len, chunk.start + count)
             if count == 1:
                 num_decode_rows += 1
-            if count > max_query_len:
-                max_query_len = count
-            if row.start + count > max_seq_len:
-                max_seq_len = row.start + count
+            max_query_len = max(max_query_len, count)
+            max_seq_len = max(max_seq_len, chunk.start + count)
         staged = StagedStep(num_tokens, len(rows), num_decode_rows, max_query_len, max_seq_len)
-        if state.num_prompt_scored:
-            staged.prompt_chunks = prompt_chunks(scheduled, state.settings)
+        if state.num_prompt_scored and chunks:
+            staged.prompt_chunks = prompt_chunks(chunks, num_decodes, state.settings)
         # The head of a padded step gets the sampling rows' hidden states only; prompt scores want more.
-        if size_of is not None and scheduled and not staged.prompt_chunks:
+        if size_of is not None and rows and not staged.prompt_chunks:
             staged.size = size_of(num_tokens, len(rows), is_decode=max_query_len == 1)
         if staged.size is None:
             staged.rows, staged.starts = words.read(rows), words.read(starts)
             if places and len(places) < num_tokens:
                 staged.logits = words.read(last_tokens)
             if self._long_shapes is not None and max_query_len >= MIN_NEW_TOKENS:
-                staged.long_chunks = _long_chunks(scheduled, starts, self._long_shapes)
+                staged.long_chunks = _long_chunks(chunks, num_decodes, starts, self._long_shapes)
         sample_rows = rows if len(places) == len(rows) else [rows[place] for place in places]
         if places:
-            self._stage_sampling(staged, scheduled, sample_rows, places, words)
+            self._stage_sampling(staged, sample_rows, places, max_sampled_len, words)
         if size_of is not None:
             if staged.size is not None:
                 self.lists.stage("rows", rows, -1, words)
@@ -261,17 +288,12 @@ class InputBatch:
         return staged
 
     def _stage_sampling(
-        self,
-        staged: StagedStep,
-        scheduled: Sequence[ScheduledRow],
-        sample_rows: list[int],
-        places: list[int],
-        words: StepWords,
+        self, staged: StagedStep, sample_rows: list[int], places: list[int], max_len: int, words: StepWords
     ) -> None:
         """The sampling rows and their subsets. A list that is the step's rows, or all sampling rows, is sent once."""
         state = self._state
         if state.num_not_plain:
-            sampling = sampling_rows(scheduled, places, state.settings, self._vocab_size)
+            sampling = sampling_rows(places, sample_rows, max_len, state.settings, self._vocab_size)
         else:
             sampling = plain_rows(places, sample_rows)
         staged.sampling = sampling
@@ -375,10 +397,12 @@ def _subsets(sampling: SamplingRows) -> list[Subset]:
     return [subset for subset in some if subset is not None]
 
 
-def _long_chunks(scheduled: Sequence[ScheduledRow], starts: list[int], shapes: LongShapes) -> tuple[LongChunk, ...]:
-    """The chunks that attend by themselves. starts: each row's first token in the step."""
+def _long_chunks(
+    chunks: Sequence[ScheduledRow], num_decodes: int, starts: list[int], shapes: LongShapes
+) -> tuple[LongChunk, ...]:
+    """The chunks that attend by themselves, of those after the plan's decodes. starts: each row's first token."""
     return tuple(
         LongChunk(place, starts[place], row.num_tokens, row.start + row.num_tokens)
-        for place, row in enumerate(scheduled)
+        for place, row in enumerate(chunks, num_decodes)
         if row.num_tokens >= MIN_NEW_TOKENS and shapes.takes(row.num_tokens, row.start + row.num_tokens)
     )

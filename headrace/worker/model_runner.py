@@ -148,7 +148,7 @@ class ModelRunner:
             self._clear(plan)
         for group, pairs in copies.items():
             self._copy_blocks(self._arenas.groups[group], words.view(pairs).view(-1, 2))
-        if not plan.scheduled:
+        if not plan.num_rows:
             return None
         if self._padded is not None and staged.size is not None:
             self._padded.body(staged.size)

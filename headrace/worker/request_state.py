@@ -9,7 +9,7 @@ Counts that move with each step (`num_computed_tokens`, `num_tokens`) are change
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ NUM_COMPUTED, NUM_TOKENS, NUM_PROMPT, MIN_TOKENS, TOP_K, CHOICE, SEED = 0, 1, 2,
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = 8, 9, 10, 11, 12, 13
 RECORD_WORDS = 16
 _RECORD = struct.Struct("<6iQ6f8x")
+
+# What a row needs beyond an argmax: bits of `RowSettings.needs`.
+PENALTIES, BIAS, BANS, RANDOM, LOGPROBS = 1, 2, 4, 8, 16
+FILTERS, WHOLE_VOCABULARY = 32, 64
+"""Only where RANDOM is: top_k, top_p or min_p; of these top_p without top_k, which has to look at every token."""
 
 STEP_LISTS = ("rows", "query_start_loc", "sampled", "sample_rows")
 """Lists of a step that runs padded, at fixed addresses: its rows, -1 for padding; their first tokens; the token whose
@@ -58,12 +63,16 @@ class RowSettings:
     num_prompt_tokens: int
     error: str | None = None
     """Why the row could not be set up; whatever comes of it is this error."""
+    needs: int = field(init=False)
+    """Bits: PENALTIES and so on. 0 is argmax and nothing else."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Argmax and nothing else."""
-        is_edited = self.has_penalties or self.num_banned or self.num_bias
-        return self.is_greedy and not is_edited and self.logprobs is None
+    def __post_init__(self) -> None:
+        needs = PENALTIES * self.has_penalties | BIAS * (self.num_bias > 0) | BANS * (self.num_banned > 0)
+        needs |= RANDOM * (not self.is_greedy) | LOGPROBS * (self.logprobs is not None)
+        if not self.is_greedy:
+            needs |= FILTERS * (self.top_k > 0 or self.has_top_p or self.has_min_p)
+            needs |= WHOLE_VOCABULARY * (self.has_top_p and not self.top_k)
+        object.__setattr__(self, "needs", needs)
 
 
 def settings_of(admitted: AdmittedRequest) -> RowSettings:
@@ -175,7 +184,7 @@ class RequestState:
         """Change the host's half of a row, and the counts with it."""
         for has, sign in ((self.settings[row], -1), (settings, 1)):
             if has is not None:
-                self.num_not_plain += sign * (not has.is_plain)
+                self.num_not_plain += sign * (has.needs != 0)
                 self.num_prompt_scored += sign * (has.prompt_logprobs is not None)
                 self.num_failed += sign * (has.error is not None)
         self.settings[row] = settings

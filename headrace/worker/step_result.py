@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headrace.core.output import ModelOutput, RowOutput, SchedulerOutput, TokenLogprobs
+from headrace.core.output import ModelOutput, SchedulerOutput, TokenLogprobs
 from headrace.worker.input_batch import PromptChunk, SamplingRows
 
 NOT_FINITE = (
     "no token could be sampled: the model's logits hold NaN or infinity, or logit_bias and min_tokens ban every token."
 )
-_NOTHING = RowOutput([])
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -116,32 +115,29 @@ class PendingOutput:
             raise RuntimeError(result.error)
         if result.error is None and result.ready is not None:
             result.ready.synchronize()
-        self._output = ModelOutput(self._plan.step_id, _rows(self._plan, result))
+        self._output = _output(self._plan, result)
         return self._output
 
 
-def _rows(plan: SchedulerOutput, result: StepResult) -> list[RowOutput]:
-    """The results in the order of `scheduled`."""
+def _output(plan: SchedulerOutput, result: StepResult) -> ModelOutput:
+    """The results by their places in the plan."""
     if result.error is not None:
-        return [RowOutput([], error=result.error) for _ in plan.scheduled]
-    rows = [_NOTHING] * len(plan.scheduled)
-    prompts = {chunk.place: _prompt_rows(chunk, parts) for chunk, parts in result.prompt_logprobs}
-    for place, entries in prompts.items():
-        rows[place] = RowOutput([], prompt_logprobs=entries)
+        num_rows = plan.num_rows
+        return ModelOutput(plan.step_id, [], [0] * num_rows, errors=dict.fromkeys(range(num_rows), result.error))
+    token_ids: list[int] = []
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    errors = result.row_errors
     sampling = result.sampling
     if sampling is not None and result.token_ids is not None:
-        scores: dict[int, TokenLogprobs] = {}
+        token_ids = result.token_ids.read()
+        if min(token_ids) < 0:
+            failed = zip(sampling.places, token_ids, strict=True)
+            errors = {place: NOT_FINITE for place, token_id in failed if token_id < 0} | errors
         if result.logprobs is not None and sampling.logprobs is not None:
-            scores = dict(zip(sampling.logprobs.places, result.logprobs.rows(result.num_top), strict=True))
-        for index, (place, token) in enumerate(zip(sampling.places, result.token_ids.read(), strict=True)):
-            if token < 0:
-                rows[place] = RowOutput([], error=NOT_FINITE)
-            else:
-                logprobs = [scores[index]] if index in scores else None
-                rows[place] = RowOutput([token], logprobs, prompts.get(place))
-    for place, why in result.row_errors.items():
-        rows[place] = RowOutput([], error=why)
-    return rows
+            scores = zip(sampling.logprobs.places, result.logprobs.rows(result.num_top), strict=True)
+            logprobs = {sampling.places[index]: [entry] for index, entry in scores}
+    prompt_logprobs = {chunk.place: _prompt_rows(chunk, parts) for chunk, parts in result.prompt_logprobs}
+    return ModelOutput(plan.step_id, token_ids, None, logprobs, prompt_logprobs, errors)
 
 
 def _prompt_rows(chunk: PromptChunk, parts: list[LogprobColumns]) -> list[TokenLogprobs]:

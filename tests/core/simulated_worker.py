@@ -10,7 +10,7 @@ something is wrong.
 from collections import deque
 from dataclasses import dataclass
 
-from headrace.core.output import AdmittedRequest, ModelOutput, RequestDelta, RowOutput, SchedulerOutput, TokenLogprobs
+from headrace.core.output import AdmittedRequest, ModelOutput, RequestDelta, SchedulerOutput, TokenLogprobs
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
 
@@ -58,6 +58,29 @@ class Row:
         return kv
 
 
+@dataclass
+class Result:
+    """What came of one row."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+def output_of(plan: SchedulerOutput, results: list[Result], *, counts: bool = False) -> ModelOutput:
+    """The results of a plan's rows, in their order. counts: say how many tokens each has, though it is one each."""
+    lengths = [len(result.token_ids) for result in results]
+    return ModelOutput(
+        plan.step_id,
+        [token_id for result in results for token_id in result.token_ids],
+        None if lengths == [row.samples for row in plan.scheduled] and not counts else lengths,
+        {place: result.logprobs for place, result in enumerate(results) if result.logprobs is not None},
+        {place: result.prompt_logprobs for place, result in enumerate(results) if result.prompt_logprobs is not None},
+        {place: result.error for place, result in enumerate(results) if result.error is not None},
+    )
+
+
 class SimulatedWorker:
     """Carries plans out in launch order, as late as `wait` is called."""
 
@@ -69,6 +92,8 @@ class SimulatedWorker:
         self.launched: deque[SchedulerOutput] = deque()
         self.rows_to_break: set[int] = set()
         """Rows whose next step writes garbage and reports an error."""
+        self.counts = False
+        """Whether results say how many tokens each row has."""
 
     def launch(self, plan: SchedulerOutput) -> None:
         self.launched.append(plan)
@@ -81,7 +106,7 @@ class SimulatedWorker:
             self._write(self.rows[scheduled.row], scheduled.num_tokens, scheduled.start, scheduled.row)
         # All writes of a step come before its reads, as in a layer of a real model.
         outputs = [self._read(self.rows[each.row], each.num_tokens, each.samples) for each in plan.scheduled]
-        return plan, ModelOutput(plan.step_id, outputs)
+        return plan, output_of(plan, outputs, counts=self.counts)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for row in plan.freed_rows:
@@ -96,6 +121,7 @@ class SimulatedWorker:
         lengths = [each.num_tokens for each in plan.scheduled]
         assert lengths and len({each.row for each in plan.scheduled}) == len(lengths)
         assert lengths == [n for n in lengths if n == 1] + [n for n in lengths if n > 1], "single tokens come first"
+        assert len(plan.decode_rows) == len(plan.decode_starts) and plan.num_rows == len(lengths)
 
     @staticmethod
     def _row(admitted: AdmittedRequest) -> Row:
@@ -120,11 +146,11 @@ class SimulatedWorker:
                 arena[table[position // self.size]][position % self.size] = -1 if row.is_broken else kv
         row.num_computed_tokens += num_tokens
 
-    def _read(self, row: Row, num_tokens: int, samples: bool) -> RowOutput:
+    def _read(self, row: Row, num_tokens: int, samples: bool) -> Result:
         end = row.num_computed_tokens
         if row.is_broken:
             row.token_ids += [0] * samples
-            return RowOutput([], error="broken")
+            return Result([-1] * samples, error="broken")
         kv = row.sampling.seed
         for position, token_id in enumerate(row.token_ids[:end]):
             kv = next_kv(kv, token_id)
@@ -137,7 +163,7 @@ class SimulatedWorker:
         new = [next_token(kv)] if samples else []
         row.token_ids += new
         logprobs = None if row.sampling.logprobs is None else [_logprobs(each) for each in new]
-        return RowOutput(new, logprobs, self._prompt_logprobs(row, end - num_tokens, end))
+        return Result(new, logprobs, self._prompt_logprobs(row, end - num_tokens, end))
 
     @staticmethod
     def _prompt_logprobs(row: Row, start: int, end: int) -> list[TokenLogprobs] | None:

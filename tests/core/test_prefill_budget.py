@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.core.kv_cache_manager import KVCacheManager
 from headrace.core.limits import SchedulerLimits
-from headrace.core.output import ModelOutput, RowOutput, SchedulerOutput
+from headrace.core.output import ModelOutput, SchedulerOutput
 from headrace.core.prefill_budget import LEAST, adaptive_budget, cost, tokens_within
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
@@ -52,8 +52,7 @@ class Run:
     def step(self) -> SchedulerOutput:
         plan = self.scheduler.schedule()
         assert plan is not None
-        rows = [RowOutput([1] if row.samples else []) for row in plan.scheduled]
-        self.scheduler.update(plan, ModelOutput(plan.step_id, rows))
+        self.scheduler.update(plan, ModelOutput(plan.step_id, [1] * sum(row.samples for row in plan.scheduled)))
         return plan
 
 

@@ -2,10 +2,10 @@
 """What the scheduler promises, one promise a test."""
 
 import pytest
-from simulated_worker import EOS, Engine, plain_run
+from simulated_worker import EOS, Engine, Result, output_of, plain_run
 
 from headrace.core.kv_cache_manager import KVCacheManager
-from headrace.core.output import ModelOutput, RowOutput
+from headrace.core.output import ModelOutput
 from headrace.core.request import Request, RequestStatus, SamplingSpec
 from headrace.core.scheduler import Scheduler, SchedulerLimits
 from headrace.errors import ConfigError, ContextLengthError, EngineError, RequestError
@@ -226,7 +226,7 @@ def test_several_tokens_of_one_step_are_cut_at_the_stop() -> None:
     engine.add(make_request("a", max_tokens=20, stop_token_ids=[EOS], logprobs=0))
     plan = engine.scheduler.schedule()
     assert plan is not None
-    (delta,) = engine.scheduler.update(plan, ModelOutput(plan.step_id, [RowOutput([1, EOS, 2])]))
+    (delta,) = engine.scheduler.update(plan, output_of(plan, [Result([1, EOS, 2])]))
     assert (delta.new_token_ids, delta.finish_reason, delta.stop_reason) == ([1, EOS], "stop", EOS)
 
 
@@ -330,7 +330,7 @@ def test_a_row_without_the_token_it_owes_is_an_error_not_a_stuck_request() -> No
     engine.add(make_request("a"))
     plan = engine.scheduler.schedule()
     assert plan is not None
-    (delta,) = engine.scheduler.update(plan, ModelOutput(plan.step_id, [RowOutput([])]))
+    (delta,) = engine.scheduler.update(plan, output_of(plan, [Result([])]))
     assert delta.finish_reason == "error"
     engine.check_nothing_leaked()
 
@@ -341,7 +341,17 @@ def test_results_out_of_launch_order_are_refused() -> None:
     first, second = engine.scheduler.schedule(), engine.scheduler.schedule()
     assert first is not None and second is not None
     with pytest.raises(EngineError, match="step 2 came while step 1 was due"):
-        engine.scheduler.update(second, ModelOutput(second.step_id, [RowOutput([1])]))
+        engine.scheduler.update(second, ModelOutput(second.step_id, [1]))
+
+
+def test_tokens_that_are_not_one_for_each_row_that_samples_are_refused() -> None:
+    engine = make_engine(max_num_tokens=8, max_prefill_tokens=8)
+    engine.add(make_request("a"))
+    engine.add(make_request("b", first_token=1))
+    plan = engine.scheduler.schedule()
+    assert plan is not None and [row.samples for row in plan.scheduled] == [True, False]
+    with pytest.raises(EngineError, match="step 1 samples 1 rows and 2 tokens came of it"):
+        engine.scheduler.update(plan, ModelOutput(plan.step_id, [1, 2]))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])

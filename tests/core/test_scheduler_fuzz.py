@@ -35,7 +35,9 @@ def engines(draw: st.DrawFn) -> Engine:
         num_groups=draw(st.integers(1, 2)),
         enable_block_reuse=draw(st.sampled_from([True, True, True, False])),
     )
-    return Engine(Scheduler(limits, cache), depth=draw(st.integers(1, 4)))
+    engine = Engine(Scheduler(limits, cache), depth=draw(st.integers(1, 4)))
+    engine.worker.counts = draw(st.booleans())
+    return engine
 
 
 @st.composite

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.config.resolve import DeviceFacts, ResolvedConfig
-from headrace.core.output import ModelOutput, RowOutput, ScheduledRow, SchedulerOutput, TokenLogprobs
+from headrace.core.output import ModelOutput, ScheduledRow, SchedulerOutput, TokenLogprobs
 from headrace.errors import ModelLoadError
 from headrace.utils.hub import ModelSource
 
@@ -39,6 +39,29 @@ class Row:
     num_computed_tokens: int
     wants_logprobs: bool
     wants_prompt_logprobs: bool
+
+
+@dataclass
+class Result:
+    """What came of one row."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+def output_of(plan: SchedulerOutput, results: list[Result]) -> ModelOutput:
+    """The results of a plan's rows, in their order."""
+    counts = [len(result.token_ids) for result in results]
+    return ModelOutput(
+        plan.step_id,
+        [token_id for result in results for token_id in result.token_ids],
+        None if counts == [row.samples for row in plan.scheduled] else counts,
+        {place: result.logprobs for place, result in enumerate(results) if result.logprobs is not None},
+        {place: result.prompt_logprobs for place, result in enumerate(results) if result.prompt_logprobs is not None},
+        {place: result.error for place, result in enumerate(results) if result.error is not None},
+    )
 
 
 class Done:
@@ -74,7 +97,7 @@ class FakeWorker:
             )
 
     def sample(self, plan: SchedulerOutput, masks: None) -> Done:
-        return Done(ModelOutput(plan.step_id, [self._run(row) for row in plan.scheduled]))
+        return Done(output_of(plan, [self._run(row) for row in plan.scheduled]))
 
     def use_idle_time(self) -> bool:
         return False
@@ -85,7 +108,7 @@ class FakeWorker:
     def shutdown(self) -> None:
         pass
 
-    def _run(self, scheduled: ScheduledRow) -> RowOutput:
+    def _run(self, scheduled: ScheduledRow) -> Result:
         row = self.rows[scheduled.row]
         first = row.num_computed_tokens
         assert first == scheduled.start, "plans ran out of order"
@@ -95,12 +118,12 @@ class FakeWorker:
             after = row.token_ids[first + 1 : min(row.num_computed_tokens + 1, row.num_prompt_tokens)]
             prompt_logprobs = [logprobs_of(token_id) for token_id in after]
         if not scheduled.samples:
-            return RowOutput([], prompt_logprobs=prompt_logprobs)
+            return Result([], prompt_logprobs=prompt_logprobs)
         assert row.num_computed_tokens == len(row.token_ids)
         token_id = row.token_ids[(len(row.token_ids) - row.num_prompt_tokens) % row.num_prompt_tokens]
         row.token_ids.append(token_id)
         logprobs = [logprobs_of(token_id)] if row.wants_logprobs else None
-        return RowOutput([token_id], logprobs, prompt_logprobs)
+        return Result([token_id], logprobs, prompt_logprobs)
 
 
 def logprobs_of(token_id: int) -> TokenLogprobs:
@@ -174,11 +197,11 @@ class CrashesServing(FakeWorker):
 class FailsOneRow(FakeWorker):
     """Rows whose prompt begins with token 33 ("!" in the byte tokenizer) fail at their third output token."""
 
-    def _run(self, scheduled: ScheduledRow) -> RowOutput:
+    def _run(self, scheduled: ScheduledRow) -> Result:
         row = self.rows[scheduled.row]
         if row.token_ids[0] == 33 and len(row.token_ids) - row.num_prompt_tokens == 2:
             row.num_computed_tokens += scheduled.num_tokens
-            return RowOutput([], error="its logits are not numbers")
+            return Result([], error="its logits are not numbers")
         return super()._run(scheduled)
 
 

@@ -54,6 +54,42 @@ def test_a_mixed_step_has_every_rows_next_tokens_in_order() -> None:
     assert step.sampling.places == [0, 2]
 
 
+def test_decodes_given_as_columns_are_staged_as_if_each_were_a_row_of_one_token() -> None:
+    scored = SamplingSpec(temperature=0.0, prompt_logprobs=1)
+    penalised = SamplingSpec(temperature=0.7, top_k=5, repetition_penalty=1.1)
+    requests = [
+        *(admitted(row, 7 + row, 6 + row, spec) for row, spec in ((4, GREEDY), (0, penalised))),
+        *(admitted(2, 20, 0, scored), admitted(1, 1, 0, penalised), admitted(3, 14, 4)),
+    ]
+    decodes = [ScheduledRow(4, 1, True, 10), ScheduledRow(0, 1, True, 6)]
+    chunks = [ScheduledRow(1, 1, True, 0), ScheduledRow(2, 16, False, 0), ScheduledRow(3, 10, True, 4)]
+    steps = []
+    for plan in (
+        SchedulerOutput(1, [], requests, [], CachePlan(), decodes + chunks),
+        SchedulerOutput(1, [], requests, [], CachePlan(), chunks, [4, 0], [10, 6]),
+    ):
+        assert plan.scheduled == decodes + chunks
+        assert (plan.num_rows, plan.num_tokens) == (5, 29)
+        state = RequestState(6, 32, [8], CPU)
+        batch = InputBatch(state, 64, 4, 1000)
+        words = StepWords()
+        state.stage(plan, words)
+        staged = batch.stage(plan, words)
+        assert staged.sampling is not None
+        steps.append((words.pack().tolist(), staged))
+    assert steps[0] == steps[1]
+    staged = steps[0][1]
+    assert (staged.num_tokens, staged.num_rows, staged.num_decode_rows) == (29, 5, 3)
+    assert (staged.max_query_len, staged.max_seq_len) == (16, 16)
+    sampling = staged.sampling
+    assert (sampling.places, sampling.rows.rows, sampling.max_len) == ([0, 1, 2, 4], [4, 0, 1, 3], 14)
+    for subset in (sampling.penalised, sampling.random):
+        assert subset is not None
+        assert (subset.places, subset.rows, subset.is_all) == ([1, 2], [0, 1], False)
+    assert (sampling.num_candidates, sampling.has_filters, sampling.logprobs) == (5, True, None)
+    assert [(chunk.place, chunk.first, chunk.count) for chunk in staged.prompt_chunks] == [(3, 3, 16)]
+
+
 def test_a_decode_step_needs_no_index_for_its_logits() -> None:
     requests = [admitted(row, 7 + row, 6 + row) for row in (4, 0)]
     step, _ = gathered(requests, [ScheduledRow(4, 1, True, 10), ScheduledRow(0, 1, True, 6)])
@@ -116,7 +152,7 @@ def test_prompt_scores_cover_each_prompt_token_but_the_first_once() -> None:
     covered = []
     # Chunks of a first run, then a step that recomputes past the prompt's end after preemption.
     for start, count in ((0, 4), (4, 1), (5, 5), (10, 2)):
-        chunks = prompt_chunks([ScheduledRow(1, count, False, start)], state.settings)
+        chunks = prompt_chunks([ScheduledRow(1, count, False, start)], 0, state.settings)
         covered += [chunk.start + 1 + i for chunk in chunks for i in range(chunk.count)]
     assert covered == list(range(1, 10))
 
@@ -127,8 +163,8 @@ def test_the_filters_look_at_no_more_tokens_than_some_row_needs() -> None:
             [admitted(row, 3, 2, spec) for row, spec in enumerate(specs)],
             [ScheduledRow(row, 1, True, 2) for row in range(len(specs))],
         )
-        scheduled = [ScheduledRow(row, 1, True, 2) for row in range(len(specs))]
-        return sampling_rows(scheduled, list(range(len(specs))), state.settings, 1000).num_candidates
+        rows = list(range(len(specs)))
+        return sampling_rows(rows, rows, 3, state.settings, 1000).num_candidates
 
     top_p, top_k = SamplingSpec(top_p=0.9), SamplingSpec(top_k=40, top_p=0.9)
     assert candidates(GREEDY, SamplingSpec()) == 0

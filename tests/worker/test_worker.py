@@ -179,5 +179,5 @@ def test_shutdown_finishes_what_was_launched() -> None:
     worker.forward(plan)
     pending = worker.sample(plan)
     worker.shutdown()
-    assert len(pending.wait().rows[0].token_ids) == 1
+    assert len(pending.wait().token_ids) == 1
     assert not worker._queue._thread.is_alive()  # type: ignore[attr-defined]
