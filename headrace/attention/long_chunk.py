@@ -82,12 +82,19 @@ def shapes_of(num_new: int, length: int) -> list[Shape]:
 
 
 def all_shapes(max_num_tokens: int, max_seq_len: int) -> Iterator[Shape]:
-    """Every shape that a chunk can have: squares first, as every long prompt begins with one."""
+    """Every shape that a chunk can have, the likely ones first.
+
+    Squares before all, as every long prompt begins with one. A later chunk needs its square beside all pieces: the
+    largest chunk's first, with which a long prompt goes on; then small ones up, which steps that also decode cut, and
+    which end a prompt.
+    """
     largest = round_up(min(max_num_tokens + UNIT, max_seq_len), UNIT)
     squares = range(2 * UNIT, largest + 1, UNIT)
     yield from (Shape(size, size, True) for size in squares)
     if max_seq_len > max_num_tokens:
-        yield from (Shape(size, piece, False) for size in squares for piece in PIECES if piece < max_seq_len)
+        whole = [size for size in (round_down(max_num_tokens, UNIT), largest) if size in squares]
+        for size in dict.fromkeys([*whole, *squares]):
+            yield from (Shape(size, piece, False) for piece in PIECES if piece < max_seq_len)
 
 
 class LongShapes:

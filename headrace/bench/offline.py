@@ -4,7 +4,7 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.bench.dataset import BenchRequest
@@ -18,6 +18,8 @@ TRACE_MARGIN = 16
 """Output tokens of a traced request beyond the steps of the trace."""
 TRACE_FILL_S = 120.0
 """What traced requests get to come to their first token."""
+SETTLE_S = 60.0
+"""What an engine gets to use idle time up."""
 FIRST_TRACED_SEED = 1 << 40
 """Seeds of traced and warming prompts: no workload has them."""
 
@@ -57,6 +59,19 @@ class EngineTarget:
         record.num_cached = output.num_cached_tokens
         if output.outputs[0].finish_reason == "error":
             record.error = output.outputs[0].error or "the request failed inside the engine"
+
+
+async def settle(llm: AsyncLLM, say: Callable[[str], None]) -> None:
+    """Wait until the engine has done what it puts off to idle time, so that no level begins with less than a later one.
+
+    CUDA graphs and plans of long prompts, where they did not fit into the start.
+    """
+    begun = now()
+    while (await llm.get_stats())["has_idle_work"]:
+        if now() - begun > SETTLE_S:
+            say(f"The engine still uses idle time after {SETTLE_S:.0f} s: the first level runs beside that.")
+            return
+        await asyncio.sleep(0.05)
 
 
 async def run_level(target: EngineTarget, llm: AsyncLLM, load: Load) -> tuple[dict[str, Any], dict[str, Any]]:

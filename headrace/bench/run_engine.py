@@ -13,7 +13,7 @@ from headrace.bench.dataset import BenchRequest, check_lengths, read_dataset, wi
 from headrace.bench.hardware import GpuWatch
 from headrace.bench.load import Load, TargetGoneError
 from headrace.bench.model_shape import shape_of
-from headrace.bench.offline import EngineTarget, run_level, trace_level, warm_up
+from headrace.bench.offline import EngineTarget, run_level, settle, trace_level, warm_up
 from headrace.bench.plan import INTERRUPTED, Levels, Outputs, Workload
 from headrace.bench.report import Report
 from headrace.bench.roofline import Ceilings, Shape
@@ -135,6 +135,7 @@ class EngineRun:
         concurrencies = plan.levels or (self._usual_concurrency(llm),)
         levels = Levels(plan.workload, self._given, self._device, llm.info.vocab_size)
         try:
+            await settle(llm, self._screen.say)
             with GpuWatch(self._device == "cuda") as watch:
                 first = levels.requests(0, concurrencies[0])
                 if plan.warmup:

@@ -19,6 +19,7 @@ from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
 from headrace.engine.executor import Executor, PendingOutput
 from headrace.engine.garbage import IdleCollector
+from headrace.engine.idle import IdleTime
 from headrace.engine.ipc import (
     Abort,
     Dying,
@@ -156,7 +157,7 @@ class CoreLoop:
             collector: called where nothing runs.
         """
         self._core = core
-        self._collector = collector
+        self._idle = IdleTime(core.executor.use_idle_time, collector)
         self._info = info
         self._socket = requests
         # A front end that is gone is an error when written to, not a silence: that is how its requests are found.
@@ -181,10 +182,7 @@ class CoreLoop:
             steps_before = core.num_reconciled_steps
             timeout_ms: int | None = (1 if stuck else 0) if core.has_work else None
             if timeout_ms is None:
-                if core.executor.use_idle_time():
-                    timeout_ms = 0
-                elif self._collector is not None:
-                    self._collector.when_idle(core.num_reconciled_steps)
+                timeout_ms = self._idle.use(core.num_reconciled_steps)
             ready = dict(self._poller.poll(timeout_ms))
             if self._life in ready:
                 return
@@ -231,7 +229,8 @@ class CoreLoop:
         elif isinstance(message, Abort):
             self._core.abort([i for i in message.request_ids if self._disown(identity, i)])
         elif isinstance(message, GetStats):
-            values = self._core.stats() | {"num_front_ends": len(self._front_ends)}
+            values = self._core.stats()
+            values |= {"num_front_ends": len(self._front_ends), "has_idle_work": not self._idle.is_done}
             self._send(identity, [Stats(message.call_id, values)])
         elif isinstance(message, Trace):
             self._begin_trace(identity, message)

@@ -84,7 +84,7 @@ class Executor(Protocol):
     def sample(self, plan: SchedulerOutput, masks: Any) -> PendingOutput: ...
 
     def use_idle_time(self) -> bool:
-        """With no plan in flight: do a little of what may wait for such a moment. False: nothing is left to do."""
+        """With no plan in flight: do a little of what may wait for such a moment. False: nothing is left for good."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from headrace.kernels.logprobs import gather_logprobs
 from headrace.layers.build import ForwardContext
 from headrace.logger import get_logger
 from headrace.utils.math import cdiv
+from headrace.worker.graph_pool import GraphPool
 from headrace.worker.input_batch import InputBatch, PromptChunk, SamplingRows, StepBatch
 from headrace.worker.kv_cache import KVArenas
 from headrace.worker.padded_sizes import PaddedSizes
@@ -107,7 +108,8 @@ class ModelRunner:
         self._padded: PaddedSteps | None = None
         if padding is not None:
             calls = ModelCalls(self._run_body, model.compute_logits, padding.hidden_size, vocab_size, padding.dtype)
-            self._padded = PaddedSteps(padding.sizes, calls, self._batch, state, captures=padding.captures)
+            graphs = GraphPool() if padding.captures else None
+            self._padded = PaddedSteps(padding.sizes, calls, self._batch, state, graphs)
         self._step: _RunStep | None = None
         self._result = StepResult()
 

@@ -6,7 +6,7 @@ read all lengths on the device, and what leaves a graph goes into buffers of fix
 serve every step. All share one memory pool: a graph's own memory is free again when the next one runs.
 
 Nothing is captured that was not run once before, so whatever compiles or allocates at first use has done so. Without
-capturing (`captures=False`) the same calls run one by one: the specification of the graphs, which must give the same.
+a `GraphPool` the same calls run one by one: the specification of the graphs, which must give the same.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,19 @@ from torch import Tensor
 
 from headrace.kernels.batch_prep import advance_rows, store_tokens
 from headrace.kernels.greedy import finite_argmax
+from headrace.logger import get_logger
+from headrace.utils.failure import first_line
+from headrace.worker.graph_pool import Graph, GraphPool
 from headrace.worker.input_batch import InputBatch, StepBatch
 from headrace.worker.padded_sizes import PaddedSize, PaddedSizes
 from headrace.worker.request_state import RequestState
 
 Capture = tuple[object, Callable[[], None]]
 """What a graph is called, and the call that it captures."""
+MAX_FAILED = 3
+"""Captures that may fail one after another; what is left then is not tried."""
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +50,9 @@ class PaddedSteps:
     """Runs padded steps; captures them one at a time, when asked."""
 
     def __init__(
-        self, sizes: PaddedSizes, model: ModelCalls, batch: InputBatch, state: RequestState, *, captures: bool
+        self, sizes: PaddedSizes, model: ModelCalls, batch: InputBatch, state: RequestState, graphs: GraphPool | None
     ) -> None:
+        """graphs: captures the steps; None: they run one kernel at a time."""
         device = state.words.device
         num_rows = state.records.shape[0]
         self._sizes = sizes
@@ -60,11 +68,12 @@ class PaddedSteps:
         """Theirs, where `head` made them."""
         self.token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """The tokens that `greedy` picked."""
-        self._captures = captures
-        self._pool = torch.cuda.graph_pool_handle() if captures else None
-        self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
-        self._to_capture = self._all_calls() if captures else []
+        self._pool = graphs
+        self._captures = graphs is not None
+        self._graphs: dict[object, Graph] = {}
+        self._to_capture = self._all_calls() if graphs is not None else []
         self._to_capture.reverse()
+        self._num_failed = 0
 
     def size_of(self, num_tokens: int, num_rows: int, *, is_decode: bool) -> PaddedSize | None:
         """The shape that a step runs in; None: it runs as it is."""
@@ -95,21 +104,46 @@ class PaddedSteps:
 
     def capture_next(self) -> bool:
         """Capture one more call. False: there is none left. The state's step lists are overwritten."""
-        if not self._to_capture:
+        if not self._to_capture or self._pool is None:
             return False
         key, call = self._to_capture.pop()
         self._state.clear_step_lists()
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        try:
             call()
-        self._graphs[key] = graph
+            self._graphs[key] = self._pool.capture(call)
+            self._num_failed = 0
+        except RuntimeError as error:
+            self._do_without(key, error)
+        if not self._to_capture:
+            taken = self._pool.num_bytes / 2**30
+            logger.info("CUDA graphs: %d are captured and take %.2f GiB.", self.num_captured, taken)
         return True
 
     @property
     def num_captured(self) -> int:
         return len(self._graphs)
+
+    @property
+    def num_to_capture(self) -> int:
+        return len(self._to_capture)
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the graphs take so far."""
+        return 0 if self._pool is None else self._pool.num_bytes
+
+    def _do_without(self, key: object, error: RuntimeError) -> None:
+        """A capture failed: its steps run in a larger size, or one kernel at a time."""
+        self._num_failed += 1
+        logger.warning("No CUDA graph for %s: %s. Such steps run without it.", _name_of(key), first_line(error))
+        if self._num_failed == MAX_FAILED and self._to_capture:
+            logger.warning(
+                "%d captures in a row failed, so %d CUDA graphs are left out; a smaller "
+                "kv_cache_config.free_gpu_memory_fraction, or fewer sizes in cuda_graph_config, leaves room for them.",
+                MAX_FAILED,
+                len(self._to_capture),
+            )
+            self._to_capture.clear()
 
     def _run(self, key: object, call: Callable[..., None], size: object) -> None:
         graph = self._graphs.get(key)
@@ -148,3 +182,12 @@ class PaddedSteps:
         token_ids = self._argmax(self._model.compute_logits(self.picked[:num_rows]), self.token_ids[:num_rows])
         state = self._state
         self._store(state.step_list("sample_rows", num_rows), token_ids, state.num_tokens, state.token_ids)
+
+
+def _name_of(key: object) -> str:
+    """What a graph serves, for a log line."""
+    if isinstance(key, PaddedSize):
+        kind = "decode steps of" if key.is_decode else "mixed steps of"
+        return f"{kind} {key.num_tokens} tokens"
+    name, num_rows = key if isinstance(key, tuple) else (key, 0)
+    return f"the {name} of {num_rows} rows"

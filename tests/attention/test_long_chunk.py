@@ -92,6 +92,16 @@ def test_nothing_is_taken_before_its_shapes_are_built(monkeypatch: pytest.Monkey
     assert shapes.takes(8192, 8192) and shapes.takes(5000, 16_000)
 
 
+def test_likely_shapes_are_built_first_and_each_once() -> None:
+    shapes = list(all_shapes(8192, 40_960))
+    assert len(shapes) == len(set(shapes))
+    assert [shape.is_causal for shape in shapes] == [True] * 8 + [False] * 32
+    # The second chunk of a long prompt, then the chunks of steps that also decode.
+    assert shapes[8] == Shape(8192, 8192, False)
+    assert [shape.num_queries for shape in shapes[8::4]] == [8192, 9216, 2048, 3072, 4096, 5120, 6144, 7168]
+    assert list(all_shapes(8192, 4096)) == [Shape(size, size, True) for size in (2048, 3072, 4096)]
+
+
 def test_a_model_that_it_does_not_serve_has_no_long_chunks() -> None:
     shapes = LongShapes([], 8192, 16_384, torch.device("cpu"))
     assert not shapes.build_next()

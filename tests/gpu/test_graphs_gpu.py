@@ -5,6 +5,7 @@ import json
 import os
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.models.base import CausalLM
 from headrace.utils.hub import resolve_model
 from headrace.worker.device import device_facts
+from headrace.worker.graph_pool import Graph, GraphPool
 from headrace.worker.model_runner import Padding
 from headrace.worker.worker import Worker
 
@@ -155,4 +157,29 @@ def test_no_kernel_is_compiled_while_serving(folder: Path) -> None:
 def test_null_turns_graphs_off(folder: Path) -> None:
     worker, _ = started(folder, cuda_graph_config=None)
     assert worker._runner is not None and worker._runner._padded is None
+    worker.shutdown()
+
+
+def test_a_capture_that_runs_out_of_memory_is_done_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that really fails leaves nothing behind, on the stream or in the allocator, that the next one meets."""
+    capture, calls = GraphPool.capture, 0
+
+    def short_of_memory(self: GraphPool, call: Callable[[], None]) -> Graph:
+        nonlocal calls
+        calls += 1
+
+        def too_much() -> None:
+            call()
+            torch.empty(torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
+
+        return capture(self, too_much if calls % 3 == 2 else call)
+
+    monkeypatch.setattr(GraphPool, "capture", short_of_memory)
+    worker, scheduler = started(folder)
+    assert worker._runner is not None and worker._runner._padded is not None
+    padded = worker._runner._padded
+    assert calls > 20 and padded.num_captured == calls - (calls + 1) // 3
+    outputs = [output for _, output in run(worker, scheduler, requests(60))]
+    assert outputs and not any(output.errors for output in outputs)
+    assert scheduler.stats().num_used_blocks == 0
     worker.shutdown()

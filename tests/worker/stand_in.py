@@ -95,6 +95,7 @@ class Bench:
         max_prefill_tokens: int = 16,
         queue: LaunchQueue | None = None,
         is_padded: bool = False,
+        captures: bool = False,
     ) -> None:
         self.model = model or StandIn()
         self.cache = KVCacheManager(num_blocks, PER_BLOCK)
@@ -105,7 +106,7 @@ class Bench:
         groups = group_layers([KvSpec(1, HIDDEN, dtype="float32")] * 2)
         arenas = KVArenas(groups, num_blocks, PER_BLOCK, torch.float32, CPU)
         sizes = PaddedSizes(max_batch_size, [1, 2, max_batch_size], [4, 9, 16, max_num_tokens])
-        padding = Padding(sizes, HIDDEN, torch.float32, captures=False) if is_padded else None
+        padding = Padding(sizes, HIDDEN, torch.float32, captures=captures) if is_padded else None
         self.runner = ModelRunner(
             self.model, self.state, arenas, max_num_tokens, PER_BLOCK, VOCAB, clear_new_blocks=True, padding=padding
         )
