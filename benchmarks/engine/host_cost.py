@@ -25,12 +25,12 @@ from benchmarks.record import provenance
 from headrace.core.kv_cache_manager import KVCacheManager
 from headrace.core.limits import SchedulerLimits
 from headrace.core.output import SchedulerOutput
+from headrace.core.padded_sizes import PaddedSizes, decode_sizes, mixed_sizes
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
 from headrace.engine.garbage import IdleCollector
 from headrace.engine.ipc import Outputs, encode
 from headrace.worker.input_batch import InputBatch, StagedStep
-from headrace.worker.padded_sizes import PaddedSizes, decode_sizes, mixed_sizes
 from headrace.worker.request_state import RequestState
 from headrace.worker.step_result import HostTokens, PendingOutput, StepResult
 from headrace.worker.upload import StepWords

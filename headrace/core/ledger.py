@@ -7,7 +7,7 @@ with the smallest changes that would make it fit.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from headrace.config.resolve import RESERVE_BYTES
@@ -18,6 +18,18 @@ GIB = 2**30
 MIN_AUTO_SEQ_LEN = 512
 """`max_seq_len: auto` does not adapt below this (or below the model's own, where that is less)."""
 NUM_CHANGES_NAMED = 3
+PARTS = {
+    "total": "  total",
+    "other": "- other processes, driver, libraries",
+    "weights": "- weights",
+    "activations": "- activations ({num_tokens:,} tokens)",
+    "graphs": "- CUDA graphs",
+    "workspaces": "- request rows and workspaces",
+    "kv_cache": "- KV cache",
+    "left": "= left over",
+}
+FOUND = ("total", "other")
+"""Parts that are found as they are; nothing predicts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +44,11 @@ class MemoryNeeds:
     """One block of every KV group."""
     tokens_per_block: int
     fixed_bytes: int = 0
-    """Request rows, workspaces, graphs: what does not grow with the tokens of a step."""
+    """Request rows and workspaces: what does not grow with the tokens of a step."""
+    graph_bytes: int = 0
+    """CUDA graphs."""
     other_bytes: int = 0
-    """In use before the start, by other processes and by the driver."""
+    """In use by other processes, the driver and the libraries' own."""
     reserve_bytes: int = RESERVE_BYTES
     device: str = "the device"
 
@@ -79,10 +93,25 @@ class MemoryLedger:
     def kv_bytes_per_token(self) -> int:
         return self.needs.kv_bytes_per_block // self.needs.tokens_per_block
 
-    def lines(self) -> list[str]:
-        """The ledger as a table, for a terminal."""
-        rows = [f"{'memory of ' + self.needs.device:<36}{'GiB':>12}"]
-        rows += [f"{label:<36}{value / GIB:12.2f}" for label, value in self._entries()]
+    def lines(self, predicted: "MemoryLedger | None" = None, unmeasured: Collection[str] = ()) -> list[str]:
+        """The ledger as a table, for a terminal.
+
+        Args:
+            predicted: what was reckoned before anything ran: a column beside this ledger's, which is then what was
+                measured.
+            unmeasured: parts that this device cannot measure, by their names in `PARTS`.
+        """
+        mine = self._entries()
+        if predicted is None:
+            rows = [f"{'memory of ' + self.needs.device:<44}{'GiB':>12}"]
+            rows += [f"{self._label(part):<44}{value / GIB:12.2f}" for part, value in mine.items()]
+        else:
+            before = predicted._entries()
+            rows = [f"{'memory of ' + self.needs.device + ', GiB':<44}{'predicted':>12}{'measured':>12}"]
+            for part, value in mine.items():
+                found = "-" if part in unmeasured else f"{value / GIB:.2f}"
+                reckoned = "-" if part in FOUND or part not in before else f"{before[part] / GIB:.2f}"
+                rows.append(f"{self._label(part):<44}{reckoned:>12}{found:>12}")
         rows.append(
             f"KV cache: {self.num_blocks:,} blocks of {self.needs.tokens_per_block} tokens = {self.num_kv_tokens:,} "
             f"tokens of {self.kv_bytes_per_token / 1024:,.1f} KiB; max_seq_len {self.max_seq_len:,}, "
@@ -90,17 +119,24 @@ class MemoryLedger:
         )
         return rows + list(self.notes)
 
-    def _entries(self) -> list[tuple[str, int]]:
-        needs, num_tokens = self.needs, self.wish.max_num_tokens
-        return [
-            ("  total", needs.total_bytes),
-            ("- in use before the start", needs.other_bytes),
-            ("- weights", needs.weight_bytes),
-            (f"- activations ({num_tokens:,} tokens)", needs.activation_bytes_per_token * num_tokens),
-            ("- request rows and workspaces", needs.fixed_bytes),
-            ("- KV cache", self.kv_bytes),
-            ("= left over", self.left_bytes - self.kv_bytes),
-        ]
+    def _label(self, part: str) -> str:
+        return PARTS[part].format(num_tokens=self.wish.max_num_tokens)
+
+    def _entries(self) -> dict[str, int]:
+        needs = self.needs
+        parts = {
+            "total": needs.total_bytes,
+            "other": needs.other_bytes,
+            "weights": needs.weight_bytes,
+            "activations": needs.activation_bytes_per_token * self.wish.max_num_tokens,
+            "graphs": needs.graph_bytes,
+            "workspaces": needs.fixed_bytes,
+            "kv_cache": self.kv_bytes,
+            "left": self.left_bytes - self.kv_bytes,
+        }
+        if not needs.graph_bytes:
+            del parts["graphs"]
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +192,7 @@ def changes_that_fit(ledger: MemoryLedger, seq_len: int) -> list[Change]:
 
 
 def _left_bytes(needs: MemoryNeeds, max_num_tokens: int) -> int:
-    taken = needs.other_bytes + needs.weight_bytes + needs.fixed_bytes
+    taken = needs.other_bytes + needs.weight_bytes + needs.fixed_bytes + needs.graph_bytes
     return needs.total_bytes - taken - needs.activation_bytes_per_token * max_num_tokens
 
 

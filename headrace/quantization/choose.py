@@ -13,6 +13,12 @@ from headrace.quantization.none import PlainMethod
 COPY_SHARE = 0.4
 
 
+def copy_bytes(cfg: ModelConfig, free_memory: int) -> int:
+    """What the bf16 copy of a 4-bit model takes on a CPU; 0 where it would take too much to be kept."""
+    needed = 2 * cfg.num_params()
+    return needed if needed < COPY_SHARE * free_memory else 0
+
+
 def make_quant_method(
     prefix: str,
     cfg: ModelConfig,
@@ -33,7 +39,6 @@ def make_quant_method(
     is_packed = source_kind == "gguf"
     if device_type == "cpu" and dtype == torch.bfloat16 and (is_packed or has_fast_bf16()):
         embeds = prefix.endswith("embed_tokens")
-        copy_bytes = 2 * cfg.num_params()
-        keeps_wide = free_memory is None or copy_bytes < COPY_SHARE * free_memory
+        keeps_wide = free_memory is None or copy_bytes(cfg, free_memory) > 0
         return CpuMethod(embeds, multiplies=not embeds or cfg.tie_word_embeddings, keeps_wide=keeps_wide)
     return PlainMethod()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step's tensors, gathered on the device from the rows into buffers that stay where they are."""
 
+import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,9 +11,9 @@ from torch import Tensor
 from headrace.attention.base import AttentionMetadata, LongChunk
 from headrace.attention.long_chunk import MIN_NEW_TOKENS, LongShapes
 from headrace.core.output import ScheduledRow, SchedulerOutput
+from headrace.core.padded_sizes import PaddedSize
 from headrace.kernels.batch_prep import gather_blocks, gather_tokens
 from headrace.utils.math import cdiv
-from headrace.worker.padded_sizes import PaddedSize
 from headrace.worker.request_state import (
     BANS,
     BIAS,
@@ -51,6 +52,20 @@ class Subset:
         """This subset's rows of a tensor over all sampling rows: the tensor itself where that is all of them."""
         return values if self.place_index is None else values[self.place_index]
 
+    def part(self, start: int, end: int) -> "Subset | None":
+        """Those of the sampling rows `start` to `end`, with their places counted from there; None: none of them."""
+        low, high = bisect.bisect_left(self.places, start), bisect.bisect_left(self.places, end)
+        if low == high:
+            return None
+        assert self.row_index is not None, "the step's words are sent before its rows are sampled"
+        index = self.place_index
+        return Subset(
+            [place - start for place in self.places[low:high]],
+            self.rows[low:high],
+            place_index=None if index is None else index[low:high] - start,
+            row_index=self.row_index[low:high],
+        )
+
 
 @dataclass(slots=True)
 class SamplingRows:
@@ -73,6 +88,25 @@ class SamplingRows:
     bias_width: int
     num_top: int
     """The most top log-probabilities that a row wants."""
+
+    def part(self, start: int, end: int) -> "SamplingRows":
+        """The sampling rows `start` to `end` by themselves."""
+
+        def of(subset: Subset | None) -> Subset | None:
+            return None if subset is None else subset.part(start, end)
+
+        rows = of(self.rows)
+        assert rows is not None, "a part has rows"
+        return replace(
+            self,
+            places=self.places[start:end],
+            rows=rows,
+            penalised=of(self.penalised),
+            biased=of(self.biased),
+            banned=of(self.banned),
+            random=of(self.random),
+            logprobs=of(self.logprobs),
+        )
 
     @property
     def is_plain(self) -> bool:

@@ -3,30 +3,26 @@
 
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from headrace.attention.reference import MAX_COPY_BYTES
 from headrace.config.dtype import BYTES
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup
 from headrace.core.ledger import MemoryLedger, MemoryNeeds, MemoryWish, plan_memory
-from headrace.utils.machine import available_memory
+from headrace.core.memory_estimate import activation_bytes, estimate_needs, graph_bytes, workspace_bytes
+from headrace.errors import ConfigError
+from headrace.utils.machine import available_memory, read_text
 from headrace.utils.math import cdiv
+from headrace.worker.device import give_back_freed_memory
 
 MODEST_CPU_TOKENS = 65_536
 """KV tokens that a CPU worker takes unasked, if a quarter of the free memory holds them."""
 MODEST_CPU_REQUESTS = 4
 """Or this many requests of `max_seq_len`."""
 MODEST_CPU_SHARE = 0.25
-
-
-def in_use_before(device: torch.device) -> int:
-    """Bytes of a GPU that others, and the driver for us, use before the start."""
-    if device.type == "cpu":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
 
 
 def usage(device: torch.device) -> dict[str, int]:
@@ -41,50 +37,118 @@ def usage(device: torch.device) -> dict[str, int]:
     }
 
 
-def share_host(config: ResolvedConfig, groups: Sequence[KvGroup]) -> MemoryLedger:
-    """A modest part of a CPU's memory: untouched blocks cost nothing, but a full cache would stay full.
-
-    It always holds one request of `max_seq_len`; a share or a number of tokens that the user asks for is kept.
-    """
-    free = available_memory()
-    per_block = sum(group.bytes_per_block(config.tokens_per_block) for group in groups)
-    settings = config.args.kv_cache_config
-    asked = settings.free_gpu_memory_fraction
-    tokens = settings.max_tokens
-    if tokens is None and asked == "auto":
-        share = int(free * MODEST_CPU_SHARE) // per_block * config.tokens_per_block
-        modest = max(MODEST_CPU_TOKENS, MODEST_CPU_REQUESTS * config.max_seq_len)
-        tokens = max(min(modest, share), config.max_seq_len)
-    needs = MemoryNeeds(
-        total_bytes=free,
-        weight_bytes=0,
-        activation_bytes_per_token=0,
-        kv_bytes_per_block=per_block,
-        tokens_per_block=config.tokens_per_block,
-        fixed_bytes=MAX_COPY_BYTES * config.model.num_layers,
-        device="the host (free after the weights)",
-    )
-    return plan_memory(needs, _wish(config, per_block, tokens))
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's; 0 where the system does not say."""
+    for line in read_text(Path("/proc/self/status")).splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
-def share_gpu(
-    config: ResolvedConfig, groups: Sequence[KvGroup], in_use: int, weights: int, fixed: int, peak: int
-) -> MemoryLedger:
-    """All of a GPU but what was measured and the reserve. In bytes: in use before the start, of the weights, of the
-    rows and buffers, and the peak of the largest step."""
-    _, total = torch.cuda.mem_get_info()
-    per_block = sum(group.bytes_per_block(config.tokens_per_block) for group in groups)
-    needs = MemoryNeeds(
-        total_bytes=total,
-        weight_bytes=weights,
-        activation_bytes_per_token=cdiv(peak, config.max_num_tokens),
-        kv_bytes_per_block=per_block,
-        tokens_per_block=config.tokens_per_block,
-        fixed_bytes=fixed,
-        other_bytes=in_use,
-        device=torch.cuda.get_device_name(),
-    )
-    return plan_memory(needs, _wish(config, per_block, config.args.kv_cache_config.max_tokens))
+class MemoryBook:
+    """Follows a start: what is there before it, what each part takes, and what was reckoned."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device, packed_bytes: int | None) -> None:
+        """packed_bytes: of weights that stay packed, about; None: they are stored in the config's dtype."""
+        self._config = config
+        self._device = device
+        self._packed_bytes = packed_bytes
+        self._is_gpu = device.type == "cuda"
+        self._weights = 0
+        self._ledger: MemoryLedger | None = None
+        self._predicted: MemoryLedger | None = None
+        if self._is_gpu:
+            free, total = torch.cuda.mem_get_info(device)
+            self._before = total - free
+        else:
+            self._before = anonymous_bytes()
+
+    def weights_loaded(self) -> None:
+        """What has been taken since the start are the weights."""
+        if self._is_gpu:
+            self._weights = torch.cuda.memory_allocated()
+        else:
+            give_back_freed_memory()
+            self._weights = max(0, anonymous_bytes() - self._before)
+
+    def share_host(self, groups: Sequence[KvGroup]) -> MemoryLedger:
+        """A modest part of a CPU's memory: untouched blocks cost nothing, but a full cache would stay full.
+
+        It always holds one request of `max_seq_len`; a share or a number of tokens that the user asks for is kept.
+        """
+        config, free = self._config, available_memory()
+        per_block = bytes_per_block(config, groups)
+        settings = config.args.kv_cache_config
+        tokens = settings.max_tokens
+        if tokens is None and settings.free_gpu_memory_fraction == "auto":
+            share = int(free * MODEST_CPU_SHARE) // per_block * config.tokens_per_block
+            modest = max(MODEST_CPU_TOKENS, MODEST_CPU_REQUESTS * config.max_seq_len)
+            tokens = max(min(modest, share), config.max_seq_len)
+        needs = MemoryNeeds(
+            total_bytes=free + self._weights,
+            weight_bytes=self._weights,
+            activation_bytes_per_token=cdiv(activation_bytes(config), config.max_num_tokens),
+            kv_bytes_per_block=per_block,
+            tokens_per_block=config.tokens_per_block,
+            fixed_bytes=workspace_bytes(config),
+            device="the host (free before the start)",
+        )
+        return self._share(needs, _wish(config, per_block, tokens))
+
+    def share_gpu(self, groups: Sequence[KvGroup], fixed: int, peak: int, has_graphs: bool) -> MemoryLedger:
+        """All of a GPU but what was measured, the graphs and the reserve.
+
+        In bytes: of the rows and buffers, and the peak of the largest step, whose memory has been given back.
+        """
+        config = self._config
+        free, total = torch.cuda.mem_get_info()
+        per_block = bytes_per_block(config, groups)
+        needs = MemoryNeeds(
+            total_bytes=total,
+            weight_bytes=self._weights,
+            activation_bytes_per_token=cdiv(peak, config.max_num_tokens),
+            kv_bytes_per_block=per_block,
+            tokens_per_block=config.tokens_per_block,
+            fixed_bytes=fixed,
+            graph_bytes=graph_bytes(config) if has_graphs else 0,
+            # Past what torch knows of: others', and what the driver and the libraries have loaded by now.
+            other_bytes=max(self._before, total - free - torch.cuda.memory_reserved()),
+            device=torch.cuda.get_device_name(),
+        )
+        return self._share(needs, _wish(config, per_block, config.args.kv_cache_config.max_tokens))
+
+    def lines(self, graphs: int, num_left: int) -> list[str]:
+        """The ledger, predicted beside measured. graphs: bytes of those captured; num_left: graphs still to capture."""
+        assert self._ledger is not None, "the memory is shared out first"
+        ledger, unmeasured = self._ledger, {"activations", "graphs", "workspaces"}
+        if self._is_gpu:
+            unmeasured = {"graphs"} if num_left else set()
+            planned = ledger.needs.graph_bytes
+            shown = planned if num_left else graphs
+            needs = replace(ledger.needs, graph_bytes=shown)
+            ledger = replace(ledger, needs=needs, left_bytes=ledger.left_bytes + planned - shown)
+        return ledger.lines(self._predicted, unmeasured)
+
+    def _share(self, needs: MemoryNeeds, wish: MemoryWish) -> MemoryLedger:
+        self._ledger = plan_memory(needs, wish)
+        reckoned = estimate_needs(
+            self._config,
+            needs.total_bytes,
+            other_bytes=needs.other_bytes,
+            packed_bytes=self._packed_bytes,
+            device=needs.device,
+        )
+        try:
+            self._predicted = plan_memory(reckoned, wish)
+        except ConfigError:
+            # It would not have been let in, and it fits: no prediction is shown.
+            self._predicted = None
+        return self._ledger
+
+
+def bytes_per_block(config: ResolvedConfig, groups: Sequence[KvGroup]) -> int:
+    """One block of every group."""
+    return sum(group.bytes_per_block(config.tokens_per_block) for group in groups)
 
 
 def _wish(config: ResolvedConfig, kv_bytes_per_block: int, max_kv_tokens: int | None) -> MemoryWish:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.attention.long_chunk import LongShapes
 from headrace.core.output import SchedulerOutput
+from headrace.core.padded_sizes import PaddedSizes
 from headrace.kernels.batch_prep import advance_rows, store_tokens
 from headrace.kernels.kv_cache import copy_blocks
 from headrace.kernels.logprobs import gather_logprobs
@@ -19,7 +20,6 @@ from headrace.utils.math import cdiv
 from headrace.worker.graph_pool import GraphPool
 from headrace.worker.input_batch import InputBatch, PromptChunk, SamplingRows, StepBatch
 from headrace.worker.kv_cache import KVArenas
-from headrace.worker.padded_sizes import PaddedSizes
 from headrace.worker.padded_steps import ModelCalls, PaddedSteps
 from headrace.worker.request_state import RequestState, RowSettings
 from headrace.worker.sampler import Sampler
@@ -119,6 +119,16 @@ class ModelRunner:
             return False
         self._batch.lists.forget()
         return self._padded.capture_next()
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the CUDA graphs captured so far take of the device."""
+        return 0 if self._padded is None else self._padded.graph_bytes
+
+    @property
+    def num_to_capture(self) -> int:
+        """CUDA graphs that `capture_next` has yet to capture."""
+        return 0 if self._padded is None else self._padded.num_to_capture
 
     def forward(self, plan: SchedulerOutput) -> None:
         """Change the rows as the plan says, run the body over its tokens, and the head where a token is sampled."""

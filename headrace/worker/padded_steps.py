@@ -16,13 +16,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from headrace.core.padded_sizes import PaddedSize, PaddedSizes
 from headrace.kernels.batch_prep import advance_rows, store_tokens
 from headrace.kernels.greedy import finite_argmax
 from headrace.logger import get_logger
 from headrace.utils.failure import first_line
 from headrace.worker.graph_pool import Graph, GraphPool
 from headrace.worker.input_batch import InputBatch, StepBatch
-from headrace.worker.padded_sizes import PaddedSize, PaddedSizes
 from headrace.worker.request_state import RequestState
 
 Capture = tuple[object, Callable[[], None]]

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.core.memory_estimate import SAMPLER_PIECE_BYTES
 from headrace.kernels.greedy import FAILED, finite_argmax
 from headrace.kernels.logprobs import gather_logprobs
 from headrace.kernels.sampling import add_at, apply_penalties, draw, filter_threshold, uniforms
@@ -76,6 +77,16 @@ class Sampler:
         if sampling.is_plain:
             tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
             return SampledTokens(self._argmax(logits, tokens), None)
+        rows_at_once = max(1, SAMPLER_PIECE_BYTES // (4 * logits.shape[1]))
+        if len(logits) <= rows_at_once:
+            return self._sample(logits, sampling)
+        # No row looks at another: in pieces they get the same, and the peak of memory does not grow with the batch.
+        starts = range(0, len(logits), rows_at_once)
+        return _joined(
+            [self._sample(logits[at : at + rows_at_once], sampling.part(at, at + rows_at_once)) for at in starts]
+        )
+
+    def _sample(self, logits: Tensor, sampling: SamplingRows) -> SampledTokens:
         logits = logits.float()
         wanted = sampling.logprobs
         raw = None
@@ -140,6 +151,14 @@ class Sampler:
         position = records[:, NUM_TOKENS] - records[:, NUM_PROMPT]
         uniform = self._uniforms(records.view(torch.int64)[:, SEED // 2], position, records[:, CHOICE])
         return self._draw(logits, thresholds, uniform)
+
+
+def _joined(parts: list[SampledTokens]) -> SampledTokens:
+    """The rows of all parts, in order."""
+    tables = [part.logprobs for part in parts if part.logprobs is not None]
+    ids, scores, ranks = (torch.cat(columns) for columns in zip(*tables, strict=True)) if tables else (None,) * 3
+    logprobs = None if ids is None or scores is None or ranks is None else (ids, scores, ranks)
+    return SampledTokens(torch.cat([part.token_ids for part in parts]), logprobs)
 
 
 def _edited(logits: Tensor, some: Subset, edit: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

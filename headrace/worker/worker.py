@@ -16,21 +16,22 @@ from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup, group_layers
 from headrace.core.ledger import MemoryLedger
 from headrace.core.output import SchedulerOutput
+from headrace.core.padded_sizes import graph_sizes
 from headrace.layers.build import BuildContext
 from headrace.logger import get_logger
 from headrace.models.base import CausalLM
 from headrace.models.registry import build_model
 from headrace.models.weights import load_model_weights, open_checkpoint
-from headrace.quantization.choose import make_quant_method
+from headrace.quantization.choose import copy_bytes, make_quant_method
 from headrace.utils.hub import ModelSource
 from headrace.utils.machine import available_memory
 from headrace.utils.math import cdiv
-from headrace.worker import memory, profiling
+from headrace.worker import profiling
 from headrace.worker.device import keep_freed_memory
 from headrace.worker.kv_cache import KVArenas
 from headrace.worker.launch_queue import InlineQueue, LaunchQueue, ThreadQueue
+from headrace.worker.memory import MemoryBook, bytes_per_block, usage
 from headrace.worker.model_runner import ModelRunner, Padding
-from headrace.worker.padded_sizes import PaddedSizes, decode_sizes, mixed_sizes
 from headrace.worker.request_state import RequestState
 from headrace.worker.step_result import PendingOutput
 from headrace.worker.trace import Tracer
@@ -38,8 +39,6 @@ from headrace.worker.trace import Tracer
 ProgressCallback = Callable[[str, int, int], None]
 """(what is done, how much of it, of how much), in bytes or items."""
 
-GRAPH_BYTES = 1 << 29
-"""What CUDA graphs are expected to take; on an H200 all 87 of an 8B model take 0.27 GiB."""
 GET_READY_S = 3.0
 """Seconds of capturing graphs before the first request; what is left is done when nothing else is."""
 
@@ -109,7 +108,7 @@ class Worker:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the device: the most that were taken since start, and all there are."""
-        return memory.usage(self._device)
+        return usage(self._device)
 
     def shutdown(self) -> None:
         """Finish what was launched and let go of the device. Any number of times."""
@@ -123,11 +122,12 @@ class Worker:
     def _start(self, progress: ProgressCallback | None) -> WorkerInfo:
         began = time.monotonic()
         config, device = self._config, self._device
-        in_use = memory.in_use_before(device)
+        book = MemoryBook(config, device, self._packed_bytes())
         model = self._build()
         logger.info("Attention: %s.", self._backends.describe())
         stream = open_checkpoint(self._source, config.args.load_format)
         load_model_weights(model, stream, progress)
+        book.weights_loaded()
         load_s = time.monotonic() - began
         if device.type == "cpu":
             keep_freed_memory()
@@ -135,7 +135,7 @@ class Worker:
         if device.type == "cuda":
             needs = self._backends.long_needs(device)
             self._long_shapes = LongShapes(needs, config.max_num_tokens, config.max_seq_len, device)
-        ledger = self._share_memory(model, groups, in_use)
+        ledger = self._share_memory(model, groups, book)
         self._runner = self._make_runner(model, groups, ledger.num_blocks)
         self._warm_up(self._runner, len(groups), ledger.num_blocks)
         logger.debug("Warm after %.1f s.", time.monotonic() - began)
@@ -147,7 +147,7 @@ class Worker:
             max_seq_len=min(ledger.max_seq_len, config.max_seq_len),
             num_groups=len(groups),
             attn_backend=",".join(self._backends.chosen),
-            ledger=ledger.lines(),
+            ledger=book.lines(self._runner.graph_bytes, self._runner.num_to_capture),
             load_s=load_s,
             start_s=time.monotonic() - began,
         )
@@ -191,14 +191,21 @@ class Worker:
             long_shapes=self._long_shapes,
         )
 
-    def _share_memory(self, model: CausalLM, groups: list[KvGroup], in_use: int) -> MemoryLedger:
+    def _packed_bytes(self) -> int | None:
+        """About what weights that stay packed take, beside the copy that prefill has of them; None: none stay so."""
+        config = self._config
+        if config.device != "cpu" or config.dtype != "bfloat16" or self._source.kind != "gguf":
+            return None
+        return self._source.path.stat().st_size + copy_bytes(config.model, available_memory())
+
+    def _share_memory(self, model: CausalLM, groups: list[KvGroup], book: MemoryBook) -> MemoryLedger:
         """On a GPU after the largest step has been run and measured, over a cache of few blocks used many times."""
         config = self._config
         if self._device.type == "cpu":
-            return memory.share_host(config, groups)
-        weights = torch.cuda.memory_allocated()
+            return book.share_host(groups)
+        before = torch.cuda.memory_allocated()
         runner = self._make_runner(model, groups, num_blocks=1)
-        fixed = torch.cuda.memory_allocated() - weights
+        fixed = torch.cuda.memory_allocated() - before - bytes_per_block(config, groups)
         lengths = profiling.largest_step(config.max_batch_size, config.max_num_tokens, config.max_seq_len)
         plan = profiling.made_up_plan(lengths, profiling.EVERYTHING, 1, len(groups), config.tokens_per_block)
         # Twice: the first also compiles, and allocates what libraries keep.
@@ -206,27 +213,18 @@ class Worker:
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-        return memory.share_gpu(
-            config, groups, in_use, weights, fixed + GRAPH_BYTES * (self._padding(model) is not None), peak
-        )
+        return book.share_gpu(groups, fixed, peak, has_graphs=self._padding(model) is not None)
 
     def _padding(self, model: CausalLM) -> Padding | None:
         """The shapes that steps run in as CUDA graphs; None: none do."""
         config = self._config
-        graphs = config.args.cuda_graph_config
-        if self._device.type != "cuda" or graphs is None:
+        sizes = graph_sizes(config)
+        if sizes is None:
             return None
         if not self._backends.capturable or model.needs_prompt_lens:
             why = "RoPE depends on the prompt's length" if model.needs_prompt_lens else "attention cannot be captured"
             logger.warning("No CUDA graphs for this model, its %s: short steps are slower.", why)
             return None
-        most = min(graphs.max_batch_size or config.max_batch_size, config.max_batch_size)
-        sizes = PaddedSizes(
-            config.max_batch_size,
-            decode_sizes(most) if graphs.batch_sizes is None else graphs.batch_sizes,
-            mixed_sizes(config.max_num_tokens) if graphs.mixed_num_tokens is None else graphs.mixed_num_tokens,
-            enable_padding=graphs.enable_padding,
-        )
         return Padding(sizes, config.model.hidden_size, DTYPES[config.dtype], captures=True)
 
     def _get_ready(self) -> None:

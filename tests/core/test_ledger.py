@@ -55,6 +55,22 @@ def test_the_table_names_each_part() -> None:
     assert weights.split()[-1] == "15.00"
 
 
+def test_the_table_shows_predicted_beside_measured_and_a_dash_for_what_is_neither() -> None:
+    needs = replace(NEEDS, graph_bytes=GIB // 4)
+    reckoned = plan_memory(replace(needs, weight_bytes=16 * GIB, graph_bytes=GIB // 2), WISH)
+    lines = plan_memory(needs, WISH).lines(reckoned, {"graphs"})
+    columns = {line[:44].strip("-= ").strip(): line[44:].split() for line in lines[1:9]}
+    assert lines[0].split()[-2:] == ["predicted", "measured"]
+    assert columns["total"] == ["-", "24.00"]
+    assert columns["other processes, driver, libraries"] == ["-", "0.50"]
+    assert columns["weights"] == ["16.00", "15.00"]
+    assert columns["CUDA graphs"] == ["0.50", "-"]
+    for column in (0, 1):
+        kinds = ("weights", "activations (8,192 tokens)", "request rows and workspaces", "KV cache", "left over")
+        parts = sum(float(columns[part][column]) for part in kinds)
+        assert parts + 0.5 + (0.5, 0.25)[column] == pytest.approx(24, abs=0.03)
+
+
 def test_an_explicit_length_that_does_not_fit_names_the_three_smallest_changes() -> None:
     wish = replace(WISH, max_seq_len=50_000)
     with pytest.raises(ConfigError) as caught:

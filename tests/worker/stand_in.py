@@ -9,13 +9,13 @@ from torch import Tensor
 from headrace.core.kv_cache_manager import KVCacheManager
 from headrace.core.kv_cache_spec import KvSpec, group_layers
 from headrace.core.output import ModelOutput, SchedulerOutput
+from headrace.core.padded_sizes import PaddedSizes
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler, SchedulerLimits
 from headrace.layers.build import ForwardContext
 from headrace.worker.kv_cache import KVArenas
 from headrace.worker.launch_queue import LaunchQueue, ThreadQueue
 from headrace.worker.model_runner import ModelRunner, Padding
-from headrace.worker.padded_sizes import PaddedSizes
 from headrace.worker.request_state import RequestState
 from headrace.worker.step_result import PendingOutput
 

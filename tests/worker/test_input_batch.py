@@ -4,9 +4,9 @@
 import torch
 
 from headrace.core.output import AdmittedRequest, CachePlan, ScheduledRow, SchedulerOutput
+from headrace.core.padded_sizes import PaddedSize
 from headrace.core.request import SamplingSpec
 from headrace.worker.input_batch import InputBatch, StepBatch, prompt_chunks, sampling_rows
-from headrace.worker.padded_sizes import PaddedSize
 from headrace.worker.request_state import RequestState
 from headrace.worker.upload import StepWords, Uploader
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from headrace.core.output import AdmittedRequest, CachePlan, ScheduledRow, SchedulerOutput
 from headrace.core.request import SamplingSpec
 from headrace.kernels.sampling import draw, filter_threshold, uniforms
-from headrace.worker.input_batch import InputBatch
+from headrace.worker import sampler
+from headrace.worker.input_batch import InputBatch, SamplingRows
 from headrace.worker.request_state import RequestState
 from headrace.worker.sampler import FAILED, SampledTokens, Sampler
 from headrace.worker.upload import StepWords, Uploader
@@ -222,6 +223,30 @@ def test_a_rows_token_and_logprobs_do_not_depend_on_the_batch() -> None:
             width = 1 + (each.logprobs or 0)
             for mine, theirs in zip(alone.logprobs[:2], together.logprobs[:2], strict=True):
                 torch.testing.assert_close(mine[0, :width], theirs[own, :width])
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 5, 23])
+def test_rows_in_pieces_get_what_they_get_together(monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
+    specs = mixed_specs()
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(len(specs), 200, generator=generator) * 2
+    tokens = torch.randint(0, 200, (len(specs), 9), generator=generator).tolist()
+    together = sample(logits, specs, tokens, 4)
+    pieces: list[int] = []
+    whole = Sampler._sample
+
+    def noted(self: Sampler, logits: Tensor, sampling: SamplingRows) -> SampledTokens:
+        pieces.append(len(logits))
+        return whole(self, logits, sampling)
+
+    monkeypatch.setattr(Sampler, "_sample", noted)
+    monkeypatch.setattr(sampler, "SAMPLER_PIECE_BYTES", rows_at_once * 200 * 4)
+    apart = sample(logits, specs, tokens, 4)
+    assert max(pieces) == rows_at_once and sum(pieces) == len(specs)
+    assert torch.equal(apart.token_ids, together.token_ids)
+    assert apart.logprobs is not None and together.logprobs is not None
+    for mine, theirs in zip(apart.logprobs, together.logprobs, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_log_probabilities_are_taken_before_every_edit() -> None:

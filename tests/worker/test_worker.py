@@ -16,10 +16,12 @@ from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.config.resolve import ResolvedConfig, resolve
 from headrace.core.kv_cache_spec import KvSpec, group_layers
+from headrace.core.memory_estimate import activation_bytes, workspace_bytes
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
 from headrace.errors import ConfigError, HeadraceError
 from headrace.utils.hub import ModelSource
+from headrace.utils.math import cdiv
 from headrace.worker import memory
 from headrace.worker.device import device_facts
 from headrace.worker.worker import Worker, WorkerInfo
@@ -144,12 +146,36 @@ def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_ledger() -> No
 
 
 def test_a_float32_cache_that_does_not_fit_may_be_told_to_be_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(max_seq_len=96, kv_cache_config={"tokens_per_block": 8, "free_gpu_memory_fraction": 1.0})
+    config = config_of(
+        max_seq_len=96, kv_cache_config={"tokens_per_block": 8, "free_gpu_memory_fraction": 1.0},
+        max_num_tokens=4, scheduler_config={"max_prefill_tokens": 4},
+    )  # fmt: skip
     groups = group_layers([KvSpec(2, 8, dtype="float32")] * 3)
     needed = 96 * groups[0].bytes_per_token
-    monkeypatch.setattr(memory, "available_memory", lambda: MAX_COPY_BYTES * 3 + needed * 3 // 4)
+    others = MAX_COPY_BYTES * 3 + cdiv(activation_bytes(config), 4) * 4
+    monkeypatch.setattr(memory, "available_memory", lambda: others + needed * 3 // 4)
     with pytest.raises(ConfigError, match=r"set kv_cache_config\.dtype to bfloat16 instead of float32"):
-        memory.share_host(config, groups)
+        memory.MemoryBook(config, torch.device("cpu"), None).share_host(groups)
+
+
+def test_a_host_ledger_counts_the_copies_that_attention_keeps() -> None:
+    config = config_of()
+    assert workspace_bytes(config) == MAX_COPY_BYTES * config.model.num_layers
+
+
+def test_the_weights_of_a_cpu_are_what_the_process_has_grown_by() -> None:
+    """A model of 64 MiB, large enough that torch's own growth does not matter."""
+    hf = HF | {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    given = {"model": "tiny", "load_format": "dummy", "device": "cpu", "dtype": "float32", "max_batch_size": 4}
+    config = resolve(LlmArgs(**given), ModelConfig.from_hf(hf), device_facts("cpu"))
+    worker, info = started(config)
+    worker.shutdown()
+    (weights,) = [line.split() for line in info.ledger if line.startswith("- weights")]
+    predicted, measured = float(weights[-2]), float(weights[-1])
+    assert predicted == pytest.approx(config.model.num_params() * 4 / 2**30, abs=0.01)
+    assert measured == pytest.approx(predicted, rel=0.25)
+    (activations,) = [line.split() for line in info.ledger if line.startswith("- activations")]
+    assert float(activations[-2]) > 0 and activations[-1] == "-"
 
 
 def test_the_start_says_what_attends_and_what_was_passed_over(caplog: pytest.LogCaptureFixture) -> None:

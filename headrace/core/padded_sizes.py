@@ -5,6 +5,8 @@ import bisect
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from headrace.config.resolve import ResolvedConfig
+
 DECODE_STEPS = ((16, 4), (64, 8), (256, 16), (512, 32), (1024, 64), (1 << 30, 128))
 """(up to, in steps of), past the powers of two: the wider a batch, the less a few rows of padding cost."""
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -33,6 +35,20 @@ def decode_sizes(max_batch_size: int) -> list[int]:
 def mixed_sizes(max_num_tokens: int) -> list[int]:
     """Token counts to run steps with prefill in."""
     return [n for n in MIXED_SIZES if n <= max_num_tokens]
+
+
+def graph_sizes(config: ResolvedConfig) -> "PaddedSizes | None":
+    """The shapes that steps run in as CUDA graphs, by the settings; None: none do."""
+    graphs = config.args.cuda_graph_config
+    if config.device != "cuda" or graphs is None:
+        return None
+    most = min(graphs.max_batch_size or config.max_batch_size, config.max_batch_size)
+    return PaddedSizes(
+        config.max_batch_size,
+        decode_sizes(most) if graphs.batch_sizes is None else graphs.batch_sizes,
+        mixed_sizes(config.max_num_tokens) if graphs.mixed_num_tokens is None else graphs.mixed_num_tokens,
+        enable_padding=graphs.enable_padding,
+    )
 
 
 class PaddedSizes:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from headrace.worker.padded_sizes import PaddedSize, PaddedSizes, decode_sizes, mixed_sizes
+from headrace.core.padded_sizes import PaddedSize, PaddedSizes, decode_sizes, mixed_sizes
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 100, 256, 700, 2048])
