@@ -13,6 +13,8 @@ from headrace.errors import ConfigError
 
 FORMAT = "headrace-bench-1"
 RUNNING = "the run has not ended"
+NOT_REPORTED = ("core_pid", "address", "model_path", "startup")
+"""What an engine says of itself that is no property of it, or stands elsewhere in the report."""
 
 
 class Report:

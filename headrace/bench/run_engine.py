@@ -15,7 +15,7 @@ from headrace.bench.load import Load, TargetGoneError
 from headrace.bench.model_shape import shape_of
 from headrace.bench.offline import EngineTarget, run_level, settle, trace_level, warm_up
 from headrace.bench.plan import INTERRUPTED, Levels, Outputs, Workload
-from headrace.bench.report import Report
+from headrace.bench.report import NOT_REPORTED, Report
 from headrace.bench.roofline import Ceilings, Shape
 from headrace.bench.screen import Screen
 from headrace.bench.shares import roofline_shares, step_split
@@ -121,7 +121,8 @@ class EngineRun:
                 "dtype": info.dtype,
                 "is_random": self._plan.args.load_format == "dummy",
             },
-            engine={name: value for name, value in engine.items() if name not in ("core_pid", "address", "model_path")},
+            engine={name: value for name, value in engine.items() if name not in NOT_REPORTED},
+            startup=info.startup,
             settings=self._plan.args.model_dump(mode="json", exclude_defaults=True),
             workload=_describe_workload(self._plan.workload, self._device),
             num_gpus=1,

@@ -15,7 +15,7 @@ from headrace.bench.http_client import HttpError
 from headrace.bench.load import Load, TargetGoneError
 from headrace.bench.model_shape import shape_of
 from headrace.bench.plan import INTERRUPTED, Levels, Outputs, Workload
-from headrace.bench.report import Report
+from headrace.bench.report import NOT_REPORTED, Report
 from headrace.bench.roofline import Ceilings, Shape
 from headrace.bench.screen import Screen
 from headrace.bench.server_target import Endpoint, ServerTarget
@@ -144,12 +144,12 @@ class ServerRun:
             per_token = known.facts.get("kv_bytes_per_token")
             self._shape = shape_of(known.model, known.source, dtype, per_token)
             self._ceilings = as_ceilings(values)
-        hidden = ("core_pid", "address", "model_path")
         self._report.describe(
             known.device,
             url=self._target.base,
             model={"name": self._target.model, "dtype": known.facts.get("dtype")},
-            engine={name: value for name, value in known.facts.items() if name not in hidden} or None,
+            engine={name: value for name, value in known.facts.items() if name not in NOT_REPORTED} or None,
+            startup=known.facts.get("startup"),
             settings={
                 "endpoint": plan.endpoint,
                 "request_rate": plan.request_rate,

@@ -19,7 +19,7 @@ LATENCIES = (
     ("itl_ms", "inter-token"),
     ("e2e_ms", "end to end"),
 )
-NUM_KERNELS, NUM_PLACES = 6, 3
+NUM_KERNELS, NUM_PLACES, NUM_PHASES = 6, 3, 4
 NAME_WIDTH = 56
 WIDTH = 120
 IN_FLIGHT = "in flight"
@@ -101,6 +101,11 @@ def heading(values: dict[str, Any]) -> list[str]:
     if memory:
         peak, total = memory["peak_bytes"] / 2**30, memory["total_bytes"] / 2**30
         lines.append(f"peak memory {peak:.2f} of {total:.2f} GiB")
+    startup = values.get("startup")
+    if startup:
+        longest = sorted(startup, key=lambda phase: -startup[phase])[:NUM_PHASES]
+        named = ", ".join(f"{phase} {startup[phase]:.1f}" for phase in longest)
+        lines.append(f"start {sum(startup.values()):.1f} s: {named}")
     versions = ", ".join(f"{name} {version}" for name, version in values.get("versions", {}).items())
     sha, plus, changes = (values.get("commit") or "").partition("+")
     commit = f", commit {sha[:12]}{plus}{changes}" if sha else ""

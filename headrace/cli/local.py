@@ -11,6 +11,7 @@ from headrace.config.llm_args import LlmArgs
 from headrace.engine.async_llm import AsyncLLM
 from headrace.errors import EngineError
 from headrace.sampling_params import SamplingParams
+from headrace.utils.phases import Phases, process_began
 
 Write = Callable[[str], None]
 Message = dict[str, str]
@@ -36,7 +37,9 @@ class LocalModel:
 
     def __init__(self, args: LlmArgs) -> None:
         self._loop = asyncio.new_event_loop()
-        self._llm = AsyncLLM(args)
+        phases = Phases(process_began())
+        phases.end_of("imports")
+        self._llm = AsyncLLM(args, phases=phases)
 
     def __enter__(self) -> "LocalModel":
         try:

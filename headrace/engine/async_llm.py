@@ -34,6 +34,7 @@ from headrace.logger import get_logger
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.utils.hub import ModelSource, resolve_model
+from headrace.utils.phases import Phases
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -155,17 +156,26 @@ class AsyncLLM:
     dead: asyncio.Event
     """Set when the engine has died or was shut down; `dead_reason` says why. After `start()`."""
 
-    def __init__(self, args: LlmArgs | None = None, *, core: CoreOptions | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        args: LlmArgs | None = None,
+        *,
+        core: CoreOptions | None = None,
+        phases: Phases | None = None,
+        **settings: Any,
+    ) -> None:
         """
         Args:
             args: the settings; or give them as keyword arguments (`model="demo", max_batch_size=8`).
             core: how the core is started; by default a process of its own.
+            phases: of the program's start so far; None: the start begins with `start()`.
 
         Raises:
             ConfigError: an unknown or impossible setting.
         """
         self.args = args if args is not None else LlmArgs(**settings)
         self._core = core if core is not None else CoreOptions.from_environment()
+        self._phases = phases
         self._client: CoreClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._inputs: InputProcessor | None = None
@@ -192,11 +202,13 @@ class AsyncLLM:
         """
         self._loop = asyncio.get_running_loop()
         self.dead = asyncio.Event()
+        phases = self._phases or Phases()
         args = self.args
         source = await _in_thread(resolve_model, args.model, args.revision, need_weights=args.load_format != "dummy")
         # First the small files, whose mistakes are cheap to find; then the tokenizer, while the core loads.
         model = await _in_thread(load_model_config, source)
         generation_config = load_generation_config(source) if args.generation_config == "auto" else {}
+        phases.end_of("model's files")
         with ProgressBars(on_progress) as progress:
             launch = asyncio.ensure_future(self._reach_core(source, progress, connect_to))
             try:
@@ -218,7 +230,14 @@ class AsyncLLM:
             name=uuid.uuid4().hex[:8],
             number=client.info.front_end,
         )
-        self.info = msgspec.structs.replace(client.info, default_sampling=self._inputs.default_sampling)
+        if connect_to is None:
+            phases.add(client.info.startup)
+        phases.end_of("tokenizer, connecting")
+        self.info = msgspec.structs.replace(
+            client.info, default_sampling=self._inputs.default_sampling, startup=phases.seconds
+        )
+        for line in phases.lines("start"):
+            logger.info("%s", line)
         if self.info.default_sampling:
             logger.info("Sampling defaults from the model's generation_config.json: %s", self.info.default_sampling)
         self._receiver = asyncio.ensure_future(self._receive())

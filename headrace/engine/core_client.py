@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ class CoreOwner:
             worker=options.worker,
             device_facts=options.device_facts,
             parent_pid=os.getpid(),
+            began=time.monotonic(),
         )
         self._on_progress = on_progress
         self._on_exit = on_exit

@@ -6,6 +6,7 @@ never outlives the process that started it.
 """
 
 import dataclasses
+import gc
 import logging
 import os
 import select
@@ -19,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import zmq
 
 from headrace.config.checkpoint import load_model_config
@@ -32,6 +34,7 @@ from headrace.engine.ipc import EngineInfo, Failed, Progress, Ready, StartCore, 
 from headrace.errors import HeadraceError, ModelLoadError
 from headrace.logger import get_logger, set_process_name
 from headrace.utils.hub import ModelSource
+from headrace.utils.phases import Phases
 
 logger = get_logger(__name__)
 
@@ -48,6 +51,8 @@ def main() -> NoReturn:
     life = socket.socket(fileno=int(sys.argv[1]))
     life.set_inheritable(False)
     set_process_name("core")
+    # Nearly all that imports and loading make lives on: collections would find little, for a tenth of the time.
+    gc.disable()
     start = receive_life(life)
     code = 0
     if isinstance(start, StartCore):
@@ -62,6 +67,7 @@ def main() -> NoReturn:
 
 def run_core(start: StartCore, life: socket.socket) -> bool:
     """Load, serve until the life channel ends, and clean up. False after a failure, which has been reported."""
+    phases = Phases(start.began)
     context = zmq.Context()
     executor: Executor | None = None
     loop: CoreLoop | None = None
@@ -75,22 +81,29 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         source = ModelSource(
             kind=start.source_kind, path=Path(start.source_path), name=start.source_name, original=start.source_original
         )
+        phases.end_of("core process")
+        device_facts, make_executor = load_by_name(start.device_facts), load_by_name(start.executor)
+        load_by_name(start.worker)
+        phases.end_of("imports of the worker")
         began = time.monotonic()
-        config = resolve(args, load_model_config(source), load_by_name(start.device_facts)(args.device))
+        config = resolve(args, load_model_config(source), device_facts(args.device))
         for note in config.notes:
             logger.info("%s", note)
-        executor = load_by_name(start.executor)(config, source, start.worker)
+        executor = make_executor(config, source, start.worker)
+        phases.end_of("device and settings")
         worker = _start(executor, source, _ProgressReporter(life))
+        phases.add(worker.phases)
         for line in worker.ledger:
             logger.info("%s", line)
         config = dataclasses.replace(config, max_seq_len=worker.max_seq_len)
-        info = describe(config, source, worker, start.address, time.monotonic() - began)
         scheduler = Scheduler.from_config(config, worker.num_blocks, worker.num_groups)
+        info = describe(config, source, worker, start.address, time.monotonic() - began)
         core = EngineCore(scheduler, executor, config.num_plans_in_flight)
         # In a process of one's own; a thread of the user's leaves their collector alone.
         collector = IdleCollector() if start.parent_pid != os.getpid() else None
         loop = CoreLoop(core, info, requests, life, collector)
-        send_life(life, Ready(info))
+        phases.end_of("scheduler")
+        send_life(life, Ready(msgspec.structs.replace(info, startup=phases.seconds)))
         loop.run()
         return True
     except BaseException as error:

@@ -50,6 +50,10 @@ class WorkerInfo(Protocol):
 
     @property
     def ledger(self) -> list[str]: ...
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of the start, in order; what is left of it belongs to whoever called."""
+        ...
 
 
 class Tracer(Protocol):

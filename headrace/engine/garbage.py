@@ -14,13 +14,14 @@ STEPS_BETWEEN = 10_000
 
 
 class IdleCollector:
-    """Collects in idle time only, in a process that is the caller's alone."""
+    """Collects in idle time only, in a process that is the caller's alone and may have begun without a collector."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._collect()
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, NEVER)
+        gc.enable()
 
     def when_idle(self, num_steps: int) -> None:
         """Collect, if enough has been done since the last time. num_steps: steps since start."""

@@ -57,6 +57,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Where further front ends connect."""
     ledger: list[str] = []
     """The memory ledger, a line each."""
+    startup: dict[str, float] = {}
+    """Seconds of each phase of the start, in order; the front end puts its own before and after the core's."""
     default_sampling: dict[str, Any] = {}
     """What the model's generation_config.json sets, by the names of `SamplingParams`. Filled in by the front end."""
     front_end: int = 0
@@ -149,6 +151,8 @@ class StartCore(msgspec.Struct, frozen=True, tag=True):
     device_facts: str
     """The function that says what the device is, as `module:name`."""
     parent_pid: int
+    began: float
+    """When the core was started, in `time.monotonic`'s seconds."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

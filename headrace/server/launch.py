@@ -26,6 +26,7 @@ from headrace.logger import get_logger, set_level
 from headrace.server.app import create_app
 from headrace.server.body import cancel
 from headrace.server.context import Lifecycle
+from headrace.utils.phases import Phases, process_began
 
 logger = get_logger(__name__)
 
@@ -47,6 +48,8 @@ def run_server(args: LlmArgs, server: ServerConfig) -> int:
         ConfigError: the address cannot be used, or a setting is impossible.
         ModelLoadError: the model cannot be loaded.
     """
+    phases = Phases(process_began())
+    phases.end_of("imports")
     set_level(server.log_level)
     listener = listen(server.host, server.port)
     with listener:
@@ -54,7 +57,7 @@ def run_server(args: LlmArgs, server: ServerConfig) -> int:
         loop = factory()
         try:
             asyncio.set_event_loop(loop)
-            serving = Serving(args, server, listener)
+            serving = Serving(args, server, listener, phases)
             code = loop.run_until_complete(serving.run())
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())
@@ -125,10 +128,12 @@ class HttpServer(uvicorn.Server):
 class Serving:
     """One run of the server, from loading to the end."""
 
-    def __init__(self, args: LlmArgs, server: ServerConfig, listener: socket.socket) -> None:
+    def __init__(self, args: LlmArgs, server: ServerConfig, listener: socket.socket, phases: Phases) -> None:
+        """phases: of the program's start so far."""
         self._server = server
         self._listener = listener
-        self._llm = AsyncLLM(args)
+        self._llm = AsyncLLM(args, phases=phases)
+        self._phases = phases
         self._lifecycle = Lifecycle("loading")
         self._http = HttpServer(_uvicorn_config(create_app(self._llm, server, self._lifecycle), server))
         self._stop = asyncio.Event()
@@ -155,6 +160,7 @@ class Serving:
 
     async def _serve(self, http: "asyncio.Future[None]") -> int:
         stop: asyncio.Future[Any] = asyncio.ensure_future(self._stop.wait())
+        self._phases.end_of("server listening")
         load: asyncio.Future[Any] = asyncio.ensure_future(self._llm.start())
         tasks: list[asyncio.Future[Any]] = [stop, load]
         try:

@@ -26,6 +26,7 @@ from headrace.quantization.choose import copy_bytes, make_quant_method
 from headrace.utils.hub import ModelSource
 from headrace.utils.machine import available_memory
 from headrace.utils.math import cdiv
+from headrace.utils.phases import Phases
 from headrace.worker import profiling
 from headrace.worker.device import keep_freed_memory
 from headrace.worker.kv_cache import KVArenas
@@ -60,10 +61,8 @@ class WorkerInfo:
     """What the layers attend with; names, comma-separated, where they differ."""
     ledger: list[str]
     """The memory ledger, a line each."""
-    load_s: float
-    """Seconds to read and place the weights."""
-    start_s: float
-    """Seconds from nothing to ready, the load included."""
+    phases: dict[str, float]
+    """Seconds of each phase of the start, in order."""
 
 
 class Worker:
@@ -120,15 +119,16 @@ class Worker:
                 torch.cuda.empty_cache()
 
     def _start(self, progress: ProgressCallback | None) -> WorkerInfo:
-        began = time.monotonic()
+        phases = Phases()
         config, device = self._config, self._device
         book = MemoryBook(config, device, self._packed_bytes())
         model = self._build()
         logger.info("Attention: %s.", self._backends.describe())
+        phases.end_of("model's layers")
         stream = open_checkpoint(self._source, config.args.load_format)
         load_model_weights(model, stream, progress)
         book.weights_loaded()
-        load_s = time.monotonic() - began
+        phases.end_of("weights")
         if device.type == "cpu":
             keep_freed_memory()
         groups = group_layers(model.kv_specs())
@@ -136,10 +136,13 @@ class Worker:
             needs = self._backends.long_needs(device)
             self._long_shapes = LongShapes(needs, config.max_num_tokens, config.max_seq_len, device)
         ledger = self._share_memory(model, groups, book)
+        phases.end_of("memory measuring")
         self._runner = self._make_runner(model, groups, ledger.num_blocks)
+        phases.end_of("KV cache")
         self._warm_up(self._runner, len(groups), ledger.num_blocks)
-        logger.debug("Warm after %.1f s.", time.monotonic() - began)
+        phases.end_of("warm-up")
         self._get_ready()
+        phases.end_of("CUDA graphs")
         return WorkerInfo(
             num_blocks=ledger.num_blocks,
             tokens_per_block=config.tokens_per_block,
@@ -148,8 +151,7 @@ class Worker:
             num_groups=len(groups),
             attn_backend=",".join(self._backends.chosen),
             ledger=book.lines(self._runner.graph_bytes, self._runner.num_to_capture),
-            load_s=load_s,
-            start_s=time.monotonic() - began,
+            phases=phases.seconds,
         )
 
     def _build(self) -> CausalLM:

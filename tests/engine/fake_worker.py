@@ -30,6 +30,7 @@ class Info:
     num_groups: int = 1
     attn_backend: str = "NONE"
     ledger: list[str] = field(default_factory=lambda: ["nothing"])
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -3,6 +3,8 @@
 
 import asyncio
 import gc
+import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.async_llm import AsyncLLM
+from headrace.engine.core_client import CoreOptions
 from headrace.errors import ContextLengthError, EngineDeadError, EngineError, RequestError
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
+from headrace.utils.phases import Phases
 
 Engine = Callable[..., Any]
 Run = Callable[..., None]
@@ -283,5 +287,28 @@ def test_cached_prefix_tokens_are_reported(engine: Engine, run: Run) -> None:
             second = await llm.generate("x" * 100, params).final()
             salted = await llm.generate("x" * 100, params, cache_salt="other").final()
             assert (first.num_cached_tokens, second.num_cached_tokens, salted.num_cached_tokens) == (0, 96, 0)
+
+    run(go())
+
+
+def test_the_start_is_told_phase_by_phase_and_sums_to_its_time(
+    args: LlmArgs, core_options: Callable[..., CoreOptions], caplog: pytest.LogCaptureFixture, run: Run
+) -> None:
+    async def go() -> None:
+        phases = Phases(time.monotonic() - 5.0)
+        phases.end_of("imports")
+        llm = AsyncLLM(args, core=core_options("FakeWorker", in_process=False), phases=phases)
+        begun = time.monotonic()
+        with caplog.at_level(logging.INFO, "headrace.engine.async_llm"):
+            await llm.start()
+        took = time.monotonic() - begun
+        startup = llm.info.startup
+        llm.shutdown()
+        assert list(startup)[:4] == ["imports", "model's files", "core process", "imports of the worker"]
+        assert list(startup)[-2:] == ["scheduler", "tokenizer, connecting"]
+        assert all(seconds >= 0 for seconds in startup.values())
+        assert sum(startup.values()) == pytest.approx(5.0 + took, abs=0.1)
+        (total,) = [text.split()[-1] for text in caplog.messages if text.startswith("= total")]
+        assert float(total) == pytest.approx(5.0 + took, abs=0.1)
 
     run(go())
