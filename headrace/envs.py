@@ -7,7 +7,7 @@ Every setting has a variable of its own, HEADRACE_ and its name in capitals, gen
 import os
 
 SWITCHES = {
-    "HEADRACE_CACHE": "folder where the demo model, and what was measured of this machine, are kept",
+    "HEADRACE_CACHE": "folder where the demo model, compiled kernels and what was measured of this machine are kept",
     "HEADRACE_INPROC": "1: run the core and the worker in the caller's process, for a debugger",
     "HEADRACE_TRACEBACK": "1: show the traceback of an error on the command line",
     "HEADRACE_REQUIRE_DEMO": "1: tests fail, rather than skip, without the demo model",

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from headrace.bench.hardware import GpuWatch, describe_machine, version_of
 from headrace.bench.roofline import Ceilings
 from headrace.errors import ConfigError
-from headrace.utils.demo import cache_dir
+from headrace.utils.cache import cache_dir, kernel_cache
 from headrace.utils.threads import thread_environment
 
 Say = Callable[[str], None]
@@ -88,10 +89,13 @@ def as_ceilings(values: dict[str, Any]) -> Ceilings:
 def _measure(device: str, num_threads: int, say: Say) -> dict[str, Any] | None:
     say("Measuring what this machine can do at most; this is done once and takes some seconds.")
     command = [sys.executable, "-m", MEASURE, device, str(num_threads)]
-    with GpuWatch(device == "cuda") as watch:
+    with GpuWatch(device == "cuda") as watch, tempfile.TemporaryDirectory() as folder:
+        environment = _environment()
+        if device == "cuda":
+            environment |= kernel_cache(environment, Path(folder)).environment
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, env=_environment()
+                command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, env=environment
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             say(f"No roofline: the ceilings could not be measured: {error}.")

@@ -33,6 +33,7 @@ from headrace.engine.garbage import IdleCollector
 from headrace.engine.ipc import EngineInfo, Failed, Progress, Ready, StartCore, receive_life, send_life
 from headrace.errors import HeadraceError, ModelLoadError
 from headrace.logger import get_logger, set_process_name
+from headrace.utils.cache import kernel_cache
 from headrace.utils.hub import ModelSource
 from headrace.utils.phases import Phases
 
@@ -89,6 +90,8 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         config = resolve(args, load_model_config(source), device_facts(args.device))
         for note in config.notes:
             logger.info("%s", note)
+        if config.device == "cuda":
+            _keep_kernels(start)
         executor = make_executor(config, source, start.worker)
         phases.end_of("device and settings")
         worker = _start(executor, source, _ProgressReporter(life))
@@ -115,6 +118,13 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         if executor is not None:
             _quietly(executor)
         context.destroy(linger=200)
+
+
+def _keep_kernels(start: StartCore) -> None:
+    """Say where what is compiled goes; before the first kernel is."""
+    cache = kernel_cache(os.environ, _folder_of(start))
+    os.environ.update(cache.environment)
+    logger.log(logging.INFO if cache.is_kept else logging.WARNING, "%s", cache.note)
 
 
 def _start(executor: Executor, source: ModelSource, progress: "_ProgressReporter") -> WorkerInfo:
@@ -216,7 +226,12 @@ def _die_with_parent(life: socket.socket, start: StartCore) -> None:
 
 def _remove_socket(start: StartCore) -> None:
     """The folder of the request socket: the front end removes it too, unless it was killed."""
-    shutil.rmtree(Path(start.address.removeprefix("ipc://")).parent, ignore_errors=True)
+    shutil.rmtree(_folder_of(start), ignore_errors=True)
+
+
+def _folder_of(start: StartCore) -> Path:
+    """The folder that lives as long as this core."""
+    return Path(start.address.removeprefix("ipc://")).parent
 
 
 if __name__ == "__main__":

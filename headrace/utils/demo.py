@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from headrace.errors import ModelLoadError
 from headrace.logger import get_logger
+from headrace.utils.cache import cache_dir
 from headrace.utils.failure import first_line, is_disk_full
 
 NAME = "SmolLM2-135M-Instruct"
@@ -35,14 +36,6 @@ _REASONS = (
 )  # fmt: skip
 
 logger = get_logger(__name__)
-
-
-def cache_dir() -> Path:
-    """Headrace's own cache: HEADRACE_CACHE, else `headrace` in the user's cache folder."""
-    own = os.environ.get("HEADRACE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headrace"
 
 
 def demo_gguf(show_progress: bool = True) -> Path:

@@ -22,7 +22,8 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 
 from headrace.errors import ModelLoadError
 from headrace.logger import get_logger
-from headrace.utils.demo import NAME, cache_dir, cached_gguf, demo_gguf, sha256_of
+from headrace.utils.cache import cache_dir
+from headrace.utils.demo import NAME, cached_gguf, demo_gguf, sha256_of
 from headrace.utils.failure import first_line, is_disk_full
 
 INDEX = "model.safetensors.index.json"

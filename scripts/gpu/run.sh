@@ -20,7 +20,7 @@ fi
 if ls $kept/demo.gguf.part-* >/dev/null 2>&1; then
   cache=${HEADRACE_CACHE:-$kept/cache}
   export HEADRACE_CACHE=$cache
-  demo=$($python -c 'from headrace.utils.demo import FILE, cache_dir; print(cache_dir() / "demo" / FILE)')
+  demo=$($python -c 'from headrace.utils.cache import cache_dir; from headrace.utils.demo import FILE; print(cache_dir() / "demo" / FILE)')
   if [ ! -f "$demo" ]; then
     mkdir -p "$(dirname "$demo")" && cat $kept/demo.gguf.part-* >"$demo"
     [ "$(sha256sum "$demo" | cut -d' ' -f1)" = "$(cat $kept/demo.sha256)" ] || { echo "headrace: the demo model's parts are incomplete" >&2; rm "$demo"; }

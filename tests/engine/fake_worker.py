@@ -21,6 +21,11 @@ def device_facts(device: str) -> DeviceFacts:
     return DeviceFacts(kind="cpu", name="a fake")
 
 
+def cuda_facts(device: str) -> DeviceFacts:
+    """A GPU that nothing runs on."""
+    return DeviceFacts(kind="cuda", name="a fake GPU", total_memory=1 << 34, capability=(9, 0))
+
+
 @dataclass
 class Info:
     num_blocks: int
@@ -234,3 +239,12 @@ class LateOutput:
 
     def wait(self) -> ModelOutput:
         return self._worker.compute(self._plan)
+
+
+class TellsKernelCache(FakeWorker):
+    """Its ledger is where Triton would put a kernel that is compiled now."""
+
+    def start(self, progress: Callable[[str, int, int], None]) -> Info:
+        info = super().start(progress)
+        info.ledger = [os.environ.get("TRITON_CACHE_DIR", "")]
+        return info

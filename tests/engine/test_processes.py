@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,5 +290,39 @@ def test_a_front_end_that_is_killed_frees_its_requests(engine: Engine, model_fol
                 await asyncio.sleep(0.05)
             assert (stats["num_running"], stats["num_used_blocks"], stats["num_front_ends"]) == (0, 0, 1)
             assert (await llm.generate("ab", SamplingParams(max_tokens=2)).final()).outputs[0].text == "ab"
+
+    run(go())
+
+
+@pytest.mark.parametrize("case", ["kept", "in the way", "the user's"])
+def test_a_core_on_a_gpu_keeps_compiled_kernels_or_says_that_it_cannot(
+    args: LlmArgs, core_options: Options, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], case: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_LOG_LEVEL", "info")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if case == "in the way":
+        (tmp_path / "cache").write_text("a file")
+    if case == "the user's":
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
+
+    async def go() -> None:
+        options = replace(core_options("TellsKernelCache"), device_facts="fake_worker:cuda_facts")
+        llm = AsyncLLM(args, core=options)
+        await llm.start()
+        (used,), folder = llm.info.ledger, folder_of(llm)
+        llm.shutdown()
+        said = capfd.readouterr().err
+        if case == "kept":
+            assert used.startswith(str(tmp_path / "cache" / "kernels" / "triton-")) and Path(used).is_dir()
+            assert f"Compiled kernels are kept in {used}." in said
+        elif case == "in the way":
+            # Beside the core's socket: it ends with the core.
+            assert used == str(folder / "kernels") and not folder.exists()
+            assert "WARNING [core] Compiled kernels are not kept" in said and str(tmp_path / "cache") in said
+        else:
+            assert used == str(tmp_path / "mine")
+            assert f"Compiled kernels are kept in {used} (TRITON_CACHE_DIR is set)." in said
 
     run(go())
