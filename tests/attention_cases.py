@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from headrace.attention.base import DTYPES, AttentionMetadata, AttentionNeed
+from headrace.kernels.kv_quant import layer_view, tile_size, token_scales
+from headrace.kernels.rope import write_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,8 @@ class AttentionCase:
     """Padding tokens after the last row."""
     num_layers: int = 2
 
-    def need(self, dtype: str) -> AttentionNeed:
-        """The layer's need in a dtype."""
+    def need(self, dtype: str, kv_dtype: str | None = None) -> AttentionNeed:
+        """The layer's need in a dtype; kv_dtype: the cache's, where it is another."""
         return AttentionNeed(
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
@@ -35,7 +37,7 @@ class AttentionCase:
             window=self.window,
             softcap=self.softcap,
             dtype=dtype,
-            kv_dtype=dtype,
+            kv_dtype=kv_dtype or dtype,
             tokens_per_block=self.tokens_per_block,
         )
 
@@ -83,6 +85,7 @@ class Step:
     keys: list[Tensor]
     """Each row's keys [length, num_kv_heads, head_dim], in order."""
     values: list[Tensor]
+    kv_scale: Tensor | None = None
 
 
 def build_step(case: AttentionCase, dtype: torch.dtype, device: str, fill: float = float("nan")) -> Step:
@@ -132,6 +135,35 @@ def build_step(case: AttentionCase, dtype: torch.dtype, device: str, fill: float
     wide = torch.randn(num_tokens, case.num_q_heads + 2 * case.num_kv_heads, case.head_dim, generator=generator)
     q = wide.to(device, dtype)[:, : case.num_q_heads]
     return Step(q, arena[:, layer], metadata, keys, values)
+
+
+def quantize_step(case: AttentionCase, step: Step, kv_dtype: str, fill: int) -> None:
+    """Put a step's keys and values into a cache of 8 bits, `fill` in every other byte, and keep what they are there."""
+    size, device = case.tokens_per_block, step.kv_cache.device
+    stored = torch.uint8 if kv_dtype == "fp8" else torch.int8
+    tile = tile_size(size, case.head_dim, stored)
+    arena = torch.full((len(step.kv_cache), case.num_layers, 2, case.num_kv_heads, tile), fill, dtype=torch.uint8)
+    cache = layer_view(arena.view(stored), case.num_layers - 1, size, case.head_dim)
+    scale = 0.02 + torch.rand(2, case.num_kv_heads, generator=torch.Generator().manual_seed(1)) / 50
+    for row, (keys, values) in enumerate(zip(step.keys, step.values, strict=True)):
+        kv = torch.stack((keys, values), 1).float().cpu()
+        if not len(kv):
+            continue
+        place = torch.arange(len(kv))
+        blocks = step.metadata.block_tables[0][row].long().cpu()[place // size]
+        write_cache(kv, cache, blocks * size + place % size, scale if kv_dtype == "fp8" else None)
+        if kv_dtype == "fp8":
+            spread = scale[None, :, :, None]
+            kept = (kv / spread).clamp(-448, 448).to(torch.float8_e4m3fn).float() * spread
+        else:
+            spread = (kv.abs().amax(-1, keepdim=True) / 127).bfloat16().float()
+            kept = (kv / spread).round().clamp(-127, 127) * spread
+            torch.testing.assert_close(token_scales(cache)[blocks, :, :, place % size].float(), spread[..., 0])
+        assert (kept - kv).abs().max() < 0.08 * kv.abs().max(), "so coarse that nothing is tested"
+        step.keys[row], step.values[row] = kept[:, 0], kept[:, 1]
+    moved = arena.view(stored).to(device)
+    step.kv_cache = layer_view(moved, case.num_layers - 1, size, case.head_dim)
+    step.kv_scale = scale.to(device) if kv_dtype == "fp8" else None
 
 
 def dense_attention(case: AttentionCase, need: AttentionNeed, step: Step) -> Tensor:

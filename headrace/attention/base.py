@@ -7,8 +7,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The names settings use."""
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+"""The names settings use. The last two are of a KV cache only (`kernels/kv_quant.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ class AttentionCapability:
     max_head_dim: int = 256
     reads_unused_slots: bool = False
     """Slots past a row's length in its blocks must hold finite values (it multiplies them by 0)."""
-    kv_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    kv_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "fp8", "int8")
 
 
 CAPABILITIES = {
@@ -122,12 +128,15 @@ class AttentionBackend(Protocol):
 
     def __init__(self, need: AttentionNeed) -> None: ...
 
-    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int) -> Tensor:
+    def forward(
+        self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int, kv_scale: Tensor | None = None
+    ) -> Tensor:
         """Causal attention of new tokens over their rows' KV, which already holds the new tokens' own.
 
         q: [num_tokens, num_q_heads, head_dim]. kv_cache: the layer's view
         [num_blocks, 2, num_kv_heads, tokens_per_block, head_dim] (strided: blocks are contiguous over all layers).
-        group: which entry of `metadata.block_tables` is this layer's. Returns [num_tokens, num_q_heads * head_dim] in
+        group: which entry of `metadata.block_tables` is this layer's. kv_scale: fp32 [2, num_kv_heads], what the codes
+        of an fp8 cache are multiplied by. Returns [num_tokens, num_q_heads * head_dim] in
         the need's dtype; what it holds for tokens past the last row is undefined.
         """
         ...

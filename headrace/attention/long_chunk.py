@@ -55,8 +55,9 @@ def serves(need: AttentionNeed, device: torch.device) -> bool:
     """Whether a layer's long chunks may go through cuDNN: measured faster on compute capability 9.0 only."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    plain = need.window is None and need.softcap is None and need.dtype == need.kv_dtype != "float32"
-    return plain and need.head_dim <= 128 and need.head_dim % 8 == 0
+    plain = need.window is None and need.softcap is None and need.dtype != "float32"
+    gathers = need.kv_dtype in (need.dtype, "fp8", "int8")
+    return plain and gathers and need.head_dim <= 128 and need.head_dim % 8 == 0
 
 
 def is_long(num_new: int, length: int) -> bool:
@@ -144,7 +145,15 @@ class LongPrefill:
         self._gather: Callable[..., Tensor] = gather_row.choose(device_type)
         self._merge: Callable[..., object] = merge_attention.choose(device_type)
 
-    def forward(self, q: Tensor, kv_cache: Tensor, table: Tensor, chunk: LongChunk, out: Tensor) -> None:
+    def forward(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        table: Tensor,
+        chunk: LongChunk,
+        out: Tensor,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Attend a chunk's tokens and write their places in `out` [tokens, heads * head_dim].
 
         q: [tokens, heads, head_dim] of the whole step. table: int32 [max_blocks], the row's blocks.
@@ -159,7 +168,7 @@ class LongPrefill:
             padded[lead : lead + num_new] = own
             own = padded
         query = own.transpose(0, 1)[None]
-        kv = self._gather(kv_cache, table, chunk.length, whole + square)
+        kv = self._gather(kv_cache, table, chunk.length, whole + square, q.dtype, kv_scale)
         found, lse = self._attend(query, kv[:1, :, whole:], kv[1:, :, whole:], need.scale, True)
         attended, lse = found[0].transpose(0, 1), lse.view(need.num_q_heads, square)
         begin = 0

@@ -3,6 +3,7 @@
 
 Decode rows attend with the query heads of a KV head packed as rows of one query. Short rows copy their blocks, head by
 head, into one buffer and share a call, padded; long ones keep a contiguous copy from step to step (`row_copies.py`).
+A cache of 8 bits becomes numbers as it is copied: fp32, or bf16 where a chunk attends in bf16.
 Prefill chunks attend one by one. All that depends on the step alone is worked out once, in a `Plan`.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from headrace.attention.base import CAPABILITIES, DTYPES, AttentionMetadata, AttentionNeed
 from headrace.attention.row_copies import SLACK, CopiedRow, RowCopies
+from headrace.kernels.kv_quant import read_tiles, read_token, tile_size
 from headrace.utils.machine import cpu_has_bf16
 from headrace.utils.math import cdiv
 
@@ -61,7 +63,7 @@ class Plan:
     decode: list[Call]
     prefill: list[Call]
     buffer: Tensor
-    """[most tiles of a call, tokens_per_block * head_dim]: where tiles are copied to."""
+    """[most tiles of a call, `tile_size`]: where tiles are copied to."""
     planner: "Planner"
     """For what only some layers need."""
 
@@ -75,6 +77,8 @@ class VanillaAttention:
     def __init__(self, need: AttentionNeed) -> None:
         self.need = need
         self.dtype = DTYPES[need.dtype]
+        self.is_quantized = need.kv_dtype in ("fp8", "int8")
+        self.compute_dtype = torch.float32 if self.is_quantized else DTYPES[need.kv_dtype]
         self.group_size = need.num_q_heads // need.num_kv_heads
         self.long_prefill_dtype = torch.bfloat16 if need.dtype == "bfloat16" and cpu_has_bf16() else None
         self.copies = RowCopies()
@@ -82,7 +86,9 @@ class VanillaAttention:
         self.tiles_of: Tensor | None = None
         self.plan_key: tuple[object, ...] = ()
 
-    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int) -> Tensor:
+    def forward(
+        self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int, kv_scale: Tensor | None = None
+    ) -> Tensor:
         """See `AttentionBackend.forward`. Lengths are read on the host, so on a GPU this waits for it."""
         need = self.need
         if self.tiles_of is not kv_cache:
@@ -92,13 +98,13 @@ class VanillaAttention:
             plan = metadata.plans[self.plan_key] = Planner(self, kv_cache, metadata, group).plan()
         out = torch.empty(q.shape[0], need.num_q_heads * need.head_dim, dtype=self.dtype, device=q.device)
         if plan.copied:
-            self.decode_copied(plan, kv_cache, q, out)
+            self.decode_copied(plan, kv_cache, kv_scale, q, out)
         else:
             self.copies.clear()
         for call in plan.decode:
-            self.decode(call, plan.buffer, q, out)
+            self.decode(call, plan.buffer, kv_scale, q, out)
         for call in plan.prefill:
-            self.prefill(call, plan.buffer, q, out)
+            self.prefill(call, plan.buffer, kv_scale, q, out)
         return out
 
     def bind(self, kv_cache: Tensor, group: int) -> None:
@@ -108,36 +114,49 @@ class VanillaAttention:
         self.tiles, self.tiles_of = tile_view(kv_cache), kv_cache
         self.plan_key = ("VANILLA", group, need, kv_cache.shape, kv_cache.stride())
 
-    def decode_copied(self, plan: Plan, kv_cache: Tensor, q: Tensor, out: Tensor) -> None:
+    def decode_copied(self, plan: Plan, kv_cache: Tensor, kv_scale: Tensor | None, q: Tensor, out: Tensor) -> None:
         """Rows of one new token each that attend from their own copies."""
         need = self.need
+
+        def token(block: int, offset: int) -> Tensor:
+            if self.is_quantized:
+                return read_token(kv_cache, block, offset, kv_scale)
+            return kv_cache.select(0, block).select(2, offset)
+
         shape = (1, need.num_kv_heads, self.group_size, need.head_dim)
-        for row, found in zip(plan.copied, self.copies.claim(plan.copied, kv_cache), strict=True):
+        for row, found in zip(plan.copied, self.copies.claim(plan.copied, token), strict=True):
             copy = found
             if copy is None:
                 gathered = self.tiles.index_select(0, plan.planner.row_index(row.row))
-                copy = self.copies.keep(row, gathered.view(2, need.num_kv_heads, -1, need.head_dim))
+                copy = self.copies.keep(row, self.numbers(gathered, 1, kv_scale, self.compute_dtype)[:, 0])
             k, v = copy.k.narrow(2, 0, row.length), copy.v.narrow(2, 0, row.length)
             query = q.narrow(0, row.token, 1).to(k.dtype).view(shape)
             out.narrow(0, row.token, 1).view(shape).copy_(self.attend(query, k, v, None))
 
-    def gather(self, call: Call, buffer: Tensor) -> Tensor:
-        """The call's K and V: [2, num_rows, num_kv_heads, keys, head_dim]."""
+    def numbers(self, tiles: Tensor, num_rows: int, kv_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Copied tiles as K and V: [2, num_rows, num_kv_heads, keys, head_dim]."""
         need = self.need
-        kv = torch.index_select(self.tiles, 0, call.index, out=buffer[: call.index.shape[0]])
-        return kv.view(2, call.num_rows, need.num_kv_heads, -1, need.head_dim)[:, :, :, call.begin : call.end]
+        if self.is_quantized:
+            shaped = tiles.view(2, num_rows, need.num_kv_heads, -1, tiles.shape[-1])
+            return read_tiles(shaped, need.tokens_per_block, need.head_dim, kv_scale, dtype)
+        return tiles.view(2, num_rows, need.num_kv_heads, -1, need.head_dim).to(dtype)
 
-    def decode(self, call: Call, buffer: Tensor, q: Tensor, out: Tensor) -> None:
+    def gather(self, call: Call, buffer: Tensor, kv_scale: Tensor | None) -> Tensor:
+        """The call's K and V: [2, num_rows, num_kv_heads, keys, head_dim]."""
+        tiles = torch.index_select(self.tiles, 0, call.index, out=buffer[: call.index.shape[0]])
+        return self.numbers(tiles, call.num_rows, kv_scale, call.dtype)[:, :, :, call.begin : call.end]
+
+    def decode(self, call: Call, buffer: Tensor, kv_scale: Tensor | None, q: Tensor, out: Tensor) -> None:
         """One new token a row."""
-        kv = self.gather(call, buffer)
+        kv = self.gather(call, buffer, kv_scale)
         shape = (call.num_rows, self.need.num_kv_heads, self.group_size, self.need.head_dim)
         packed = q[call.first_token : call.end_token].to(call.dtype).view(shape)
         attended = self.attend(packed, kv[0], kv[1], call.mask)
         out[call.first_token : call.end_token].view(shape).copy_(attended)
 
-    def prefill(self, call: Call, buffer: Tensor, q: Tensor, out: Tensor) -> None:
+    def prefill(self, call: Call, buffer: Tensor, kv_scale: Tensor | None, q: Tensor, out: Tensor) -> None:
         """One chunk: its new tokens over the cached prefix and themselves."""
-        kv = self.gather(call, buffer).to(call.dtype)
+        kv = self.gather(call, buffer, kv_scale)
         chunk = q[call.first_token : call.end_token].to(call.dtype).transpose(0, 1).unsqueeze(0)
         attended = self.attend(chunk, kv[0], kv[1], call.mask, is_causal=call.mask is None)
         shape = (-1, self.need.num_q_heads, self.need.head_dim)
@@ -162,9 +181,9 @@ class VanillaAttention:
 
 
 def tile_view(kv_cache: Tensor) -> Tensor:
-    """The storage from the layer view's first element on, cut into tiles: [num_tiles, tokens_per_block * head_dim]."""
+    """The storage from the layer view's first element on, cut into tiles: [num_tiles, `tile_size`]."""
     num_blocks, _, num_kv_heads, tokens_per_block, head_dim = kv_cache.shape
-    size = tokens_per_block * head_dim
+    size = tile_size(tokens_per_block, head_dim, kv_cache.dtype)
     last = (num_blocks - 1) * kv_cache.stride(0) + kv_cache.stride(1) + (num_kv_heads - 1) * kv_cache.stride(2)
     return kv_cache.as_strided((last // size + 1, size), (size, 1))
 
@@ -188,17 +207,19 @@ class Planner:
         self.group_size = backend.group_size
         self.long_prefill_dtype = backend.long_prefill_dtype
         self.kv_cache = kv_cache
+        self.compute_dtype = backend.compute_dtype
         self.starts = metadata.query_start_loc.tolist()
         self.lens = metadata.seq_lens.tolist()
         self.block_table = metadata.block_tables[group]
         self.row_indices: dict[int, Tensor] = {}
-        size = kv_cache.shape[3] * kv_cache.shape[4]
+        size = self.tile_size = tile_size(kv_cache.shape[3], kv_cache.shape[4], kv_cache.dtype)
         self.tokens_per_block = kv_cache.shape[3]
         self.block_stride = kv_cache.stride(0) // size
         kv = torch.arange(2, device=kv_cache.device).view(2, 1, 1, 1) * (kv_cache.stride(1) // size)
         head = torch.arange(need.num_kv_heads, device=kv_cache.device).view(-1, 1) * (kv_cache.stride(2) // size)
         self.tile_in_block = kv + head
-        row_bytes = 2 * need.num_kv_heads * size * kv_cache.element_size()
+        # As numbers: of a copied row, and of what is multiplied.
+        row_bytes = 2 * need.num_kv_heads * kv_cache.shape[3] * kv_cache.shape[4] * self.compute_dtype.itemsize
         self.row_bytes = row_bytes
         self.group_blocks = GROUP_BYTES // row_bytes
 
@@ -217,7 +238,7 @@ class Planner:
             rows_copied,
             decode,
             prefill,
-            self.kv_cache.new_empty(most, self.tokens_per_block * self.kv_cache.shape[4]),
+            self.kv_cache.new_empty(most, self.tile_size),
             self,
         )
 
@@ -298,17 +319,17 @@ class Planner:
             mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
             # Written out for all heads: a broadcast mask costs the call up to a half more.
             shape = (len(rows), self.need.num_kv_heads, self.group_size, end)
-            mask = mask.to(self.kv_cache.dtype).view(-1, 1, 1, end).expand(shape).contiguous()
+            mask = mask.to(self.compute_dtype).view(-1, 1, 1, end).expand(shape).contiguous()
         index = self.index(block_ids)
         tokens = self.starts[first], self.starts[last + 1]
-        return Call(*tokens, len(rows), index, begin, end, mask, self.kv_cache.dtype)
+        return Call(*tokens, len(rows), index, begin, end, mask, self.compute_dtype)
 
     def prefill_call(self, row: int) -> Call:
         """One chunk."""
         start, end_token = self.starts[row], self.starts[row + 1]
         num_new, length = end_token - start, self.lens[row]
         first_block, end_block = self.blocks(row)
-        dtype = self.kv_cache.dtype
+        dtype = self.compute_dtype
         if self.long_prefill_dtype is not None and num_new >= MIN_BF16_TOKENS:
             dtype = self.long_prefill_dtype
         first_key = self.first_key(row)

@@ -6,6 +6,7 @@ that held its then last token, and every copy that no row claims is dropped. Tha
 alone, so another row can claim the copy only by a prefix hit on the very same tokens, for which it is as right.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,14 +49,17 @@ class RowCopies:
     def __init__(self) -> None:
         self.by_block: dict[int, RowCopy] = {}
 
-    def claim(self, rows: list[CopiedRow], kv_cache: Tensor) -> list[RowCopy | None]:
-        """This step's copies, each grown by its row's new token; None where a row has to be gathered (see `keep`)."""
+    def claim(self, rows: list[CopiedRow], read_token: Callable[[int, int], Tensor]) -> list[RowCopy | None]:
+        """This step's copies, each grown by its row's new token; None where a row has to be gathered (see `keep`).
+
+        read_token: (block, offset) -> that token's K and V [2, num_kv_heads, head_dim].
+        """
         before, self.by_block = self.by_block, {}
         found: list[RowCopy | None] = []
         for row in rows:
             copy = before.pop(row.previous_block, None)
             if copy is not None and copy.length == row.length - 1 and row.length <= copy.kv.shape[2]:
-                copy.kv.select(2, row.length - 1).copy_(kv_cache.select(0, row.block).select(2, row.offset))
+                copy.kv.select(2, row.length - 1).copy_(read_token(row.block, row.offset))
                 copy.length = row.length
                 self.by_block[row.block] = copy
             else:

@@ -9,7 +9,7 @@ from headrace.attention.long_chunk import LongPrefill, serves
 from headrace.kernels.attention_decode import paged_decode
 from headrace.kernels.attention_plan import DecodePlan, num_programs, plan_decode
 from headrace.kernels.attention_prefill import paged_prefill
-from headrace.kernels.attention_tile import decode_tile, prefill_tile, shared_memory
+from headrace.kernels.attention_tile import decode_tile, multiplied_size, prefill_tile, shared_memory
 
 
 class TritonAttention:
@@ -22,11 +22,12 @@ class TritonAttention:
         self.need = need
         self.dtype = DTYPES[need.dtype]
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        element_size = DTYPES[need.kv_dtype].itemsize
+        kv_dtype = DTYPES[need.kv_dtype]
+        element_size = multiplied_size(kv_dtype, self.dtype)
         shared = shared_memory(device)
         self.prefill_tile = prefill_tile(need.head_dim, element_size, shared)
         self.decode_tile = decode_tile(need.head_dim, element_size, need.num_q_heads // need.num_kv_heads, shared)
-        self.programs = num_programs(device, self.decode_tile, need.head_dim, element_size)
+        self.programs = num_programs(device, self.decode_tile, need.head_dim, kv_dtype.itemsize)
         self.long = LongPrefill(need, device.type) if serves(need, device) else None
         self.plan_key = ("TRITON", need.window, need.num_q_heads, need.num_kv_heads, need.head_dim)
 
@@ -48,7 +49,9 @@ class TritonAttention:
             metadata.plans[self.plan_key] = plan
         return plan
 
-    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int) -> Tensor:
+    def forward(
+        self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int, kv_scale: Tensor | None = None
+    ) -> Tensor:
         """See `AttentionBackend.forward`."""
         need = self.need
         out = torch.empty(q.shape[0], need.num_q_heads * need.head_dim, dtype=self.dtype, device=q.device)
@@ -56,16 +59,17 @@ class TritonAttention:
         num_decode_rows = metadata.num_decode_rows
         if num_decode_rows:
             plan = self.decode_plan(metadata)
-            paged_decode(q, kv_cache, out, plan, table, need.scale, need.window, need.softcap, self.decode_tile)
+            window, softcap = need.window, need.softcap
+            paged_decode(q, kv_cache, out, plan, table, need.scale, window, softcap, self.decode_tile, kv_scale)
         first_row = metadata.first_prefill_row
         if self.long is not None:
             for chunk in metadata.long_chunks:
                 if chunk.row > first_row:
-                    self._prefill(q, kv_cache, out, metadata, table, first_row, chunk.row)
-                self.long.forward(q, kv_cache, table[chunk.row], chunk, out)
+                    self._prefill(q, kv_cache, out, metadata, table, first_row, chunk.row, kv_scale)
+                self.long.forward(q, kv_cache, table[chunk.row], chunk, out, kv_scale)
                 first_row = chunk.row + 1
         if metadata.num_rows > first_row:
-            self._prefill(q, kv_cache, out, metadata, table, first_row, metadata.num_rows)
+            self._prefill(q, kv_cache, out, metadata, table, first_row, metadata.num_rows, kv_scale)
         return out
 
     def _prefill(
@@ -77,6 +81,7 @@ class TritonAttention:
         table: Tensor,
         first_row: int,
         end_row: int,
+        kv_scale: Tensor | None,
     ) -> None:
         """Chunks of rows first_row to end_row."""
         need = self.need
@@ -94,4 +99,5 @@ class TritonAttention:
             need.window,
             need.softcap,
             self.prefill_tile,
+            kv_scale,
         )

@@ -11,7 +11,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.attention_plan import RECORD, DecodePlan
-from headrace.kernels.attention_tile import Tile, block_dim, cache_strides, decode_tile, shared_memory, softmax_scale
+from headrace.kernels.attention_tile import (
+    Tile,
+    block_dim,
+    cache_strides,
+    decode_tile,
+    multiplied_size,
+    prepare_query,
+    read_keys,
+    read_values,
+    shared_memory,
+    softmax_scale,
+)
+from headrace.kernels.kv_quant_triton import kv_kind, load_scale
 from headrace.kernels.pdl import pdl
 
 FEW_ITEMS = 8
@@ -34,6 +46,7 @@ def load_item(items, item, RECORD: tl.constexpr):
 @triton.jit
 def attend_item(
     q,
+    factors,
     keys,
     values,
     table,
@@ -51,6 +64,7 @@ def attend_item(
     TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    KV: tl.constexpr,
 ):
     """Attend q [BLOCK_M, BLOCK_DIM] to the keys begin to end; begin is a multiple of BLOCK_N. See `attend_range`."""
     column = tl.arange(0, BLOCK_DIM)
@@ -75,23 +89,30 @@ def attend_item(
             base = block.to(tl.int64) * block_stride + (start % TOKENS_PER_BLOCK) * TOKEN_STRIDE
             k_place = keys + base + (lane[None, :] * TOKEN_STRIDE + column[:, None])
             v_place = values + base + (lane[:, None] * TOKEN_STRIDE + column[None, :])
+            scales = base + (TOKENS_PER_BLOCK * HEAD_DIM - (start % TOKENS_PER_BLOCK) * (TOKEN_STRIDE - 2)) + lane * 2
             block = tl.load(table + tl.minimum((start + BLOCK_N) // TOKENS_PER_BLOCK, last_block))
         else:
             offset = block.to(tl.int64) * block_stride + (key % TOKENS_PER_BLOCK) * TOKEN_STRIDE
             k_place = keys + offset[None, :] + column[:, None]
             v_place = values + offset[:, None] + column[None, :]
+            scales = offset + (TOKENS_PER_BLOCK * HEAD_DIM - (key % TOKENS_PER_BLOCK) * (TOKEN_STRIDE - 2))
             block = tl.load(table + tl.minimum((key + BLOCK_N) // TOKENS_PER_BLOCK, last_block))
         # Slots past the row's last token may hold anything, NaN included: a weight of 0 would not hide that.
         v_mask = inside[:, None]
         if HEAD_DIM < BLOCK_DIM:
             v_mask = v_mask & (column[None, :] < HEAD_DIM)
-            k = tl.load(k_place, mask=column[:, None] < HEAD_DIM, other=0.0)
+            k = tl.load(k_place, mask=column[:, None] < HEAD_DIM, other=0)
         else:
             k = tl.load(k_place)
-        score = tl.dot(q, k, input_precision="ieee")
+        score = tl.dot(q, read_keys(k, q.dtype, KV), input_precision="ieee")
         factor = scale_log2
+        if KV != "plain":
+            score = score * factors[:, None]
+            factor = 1.0
+        if KV == "int8":
+            score = score * load_scale(keys + scales, inside)[None, :]
         if HAS_SOFTCAP:
-            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (scale_log2 * 2.885390081777927)) + 1.0))
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (factor * 2.885390081777927)) + 1.0))
             factor = 1.0
         visible = inside
         if WINDOW > 0:
@@ -102,8 +123,11 @@ def attend_item(
         p = tl.exp2(score * factor - now_most[:, None])
         shrink = tl.exp2(most - now_most)
         total = total * shrink[:, None] + p
-        v = tl.load(v_place, mask=v_mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        v = tl.load(v_place, mask=v_mask, other=0)
+        if KV == "int8":
+            p = p * load_scale(values + scales, inside)[None, :]
+        v, p = read_values(v, p, q.dtype, KV)
+        acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
         most = now_most
     return acc, tl.sum(total, axis=1), most
 
@@ -112,6 +136,7 @@ def attend_item(
 def decode_kernel(
     q,
     cache,
+    kv_scale,
     out,
     partial,
     partial_lse,
@@ -138,6 +163,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     RECORD: tl.constexpr,
+    KV: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -159,13 +185,16 @@ def decode_kernel(
     for item in tl.range(first_item, last_item):
         next_row, next_query_row, next_begin, next_end, next_seen, next_is_all = load_item(items, item + 1, RECORD)
         q_offset = (query_row.to(tl.int64) * q_token_stride + head * q_head_stride)[:, None] + column[None, :]
-        query = tl.load(q + q_offset, mask=there, other=0.0).to(cache.dtype.element_ty)
-        acc, total, most = attend_item(
-            query, keys, values, block_table + row.to(tl.int64) * table_stride, block_stride,
-            begin, end, seen, scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_M, BLOCK_DIM, BLOCK_N,
-            TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
+        query, factors, value_scale = prepare_query(
+            tl.load(q + q_offset, mask=there, other=0.0), scale_log2, kv_scale, kv_head, tl.num_programs(0),
+            cache.dtype.element_ty, KV,
         )  # fmt: skip
-        result = acc / total[:, None]
+        acc, total, most = attend_item(
+            query, factors, keys, values, block_table + row.to(tl.int64) * table_stride, block_stride,
+            begin, end, seen, scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_M, BLOCK_DIM, BLOCK_N,
+            TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, KV,
+        )  # fmt: skip
+        result = acc / total[:, None] * value_scale
         if is_all != 0:
             target = (query_row.to(tl.int64) * out_token_stride + head * HEAD_DIM)[:, None] + column[None, :]
             tl.store(out + target, result.to(out.dtype.element_ty), mask=there)
@@ -240,18 +269,20 @@ def paged_decode(
     window: int | None,
     softcap: float | None,
     tile: Tile | None = None,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Attend the plan's rows, and write their places in `out`. Tensors as `paged_prefill` takes them."""
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads, tokens_per_block = kv_cache.shape[2:4]
     group_size = num_q_heads // num_kv_heads
     if tile is None:
-        tile = decode_tile(head_dim, kv_cache.element_size(), group_size, shared_memory(q.device))
+        tile = decode_tile(head_dim, multiplied_size(kv_cache.dtype, q.dtype), group_size, shared_memory(q.device))
     scale_log2, cap = softmax_scale(scale, softcap)
     *strides, token_stride = cache_strides(kv_cache)
     decode_kernel[(num_kv_heads, plan.num_shares)](
         q,
         kv_cache,
+        out if kv_scale is None else kv_scale,
         out,
         plan.partial,
         plan.partial_lse,
@@ -276,6 +307,7 @@ def paged_decode(
         WINDOW=window or 0,
         HAS_SOFTCAP=softcap is not None,
         RECORD=RECORD,
+        KV=kv_kind(kv_cache),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl(q.device),

@@ -14,10 +14,13 @@ from headrace.kernels.attention_tile import (
     attend_range,
     block_dim,
     cache_strides,
+    multiplied_size,
     prefill_tile,
+    prepare_query,
     shared_memory,
     softmax_scale,
 )
+from headrace.kernels.kv_quant_triton import kv_kind
 
 
 @triton.jit
@@ -61,6 +64,7 @@ def key_ranges(first_position, last_position, WINDOW: tl.constexpr, BLOCK_N: tl.
 def prefill_kernel(
     q,
     cache,
+    kv_scale,
     out,
     block_table,
     query_start_loc,
@@ -85,6 +89,7 @@ def prefill_kernel(
     TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    KV: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
     kv_head = tl.program_id(0)
@@ -106,8 +111,10 @@ def prefill_kernel(
     there = inside[:, None] & (column[None, :] < HEAD_DIM)
     query_row = (query_begin + token).to(tl.int64)
     q_offset = (query_row * q_token_stride + head * q_head_stride)[:, None] + column[None, :]
-    query = tl.load(q + q_offset, mask=there, other=0.0).to(cache.dtype.element_ty)
-
+    query, factors, value_scale = prepare_query(
+        tl.load(q + q_offset, mask=there, other=0.0), scale_log2, kv_scale, kv_head, tl.num_programs(0),
+        cache.dtype.element_ty, KV,
+    )  # fmt: skip
     first_position = seq_len - query_len + first_token
     last_position = tl.minimum(first_position + BLOCK_Q, seq_len) - 1
     # Lanes past the chunk's end stand at its last position, so that they see a key like all others.
@@ -121,22 +128,22 @@ def prefill_kernel(
     most = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if WINDOW > 0:
         acc, total, most = attend_range(
-            acc, total, most, query, keys, values, table, block_stride, begin, all_begin, position,
+            acc, total, most, query, factors, keys, values, table, block_stride, begin, all_begin, position,
             scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
-        True,
+            KV, True,
         )  # fmt: skip
     acc, total, most = attend_range(
-        acc, total, most, query, keys, values, table, block_stride, all_begin, all_end, position,
+        acc, total, most, query, factors, keys, values, table, block_stride, all_begin, all_end, position,
         scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
-        False,
+        KV, False,
     )  # fmt: skip
     acc, total, most = attend_range(
-        acc, total, most, query, keys, values, table, block_stride, all_end, end, position,
+        acc, total, most, query, factors, keys, values, table, block_stride, all_end, end, position,
         scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
-        True,
+        KV, True,
     )  # fmt: skip
     out_offset = (query_row * out_token_stride + head * HEAD_DIM)[:, None] + column[None, :]
-    tl.store(out + out_offset, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
+    tl.store(out + out_offset, (acc / total[:, None] * value_scale).to(out.dtype.element_ty), mask=there)
 
 
 def paged_prefill(
@@ -153,18 +160,20 @@ def paged_prefill(
     window: int | None,
     softcap: float | None,
     tile: Tile | None = None,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Attend the tokens of rows first_row to num_rows, and write their places in `out`; rows of one token are left out.
 
     q: [tokens, num_q_heads, head_dim]; out: [tokens, num_q_heads * head_dim]. kv_cache: the layer's view [num_blocks,
     2, num_kv_heads, tokens_per_block, head_dim]. block_table: int32 [rows, max_blocks]; query_start_loc: int32
     [rows + 1]; seq_lens: int32 [rows]. num_tokens: at least the tokens of these rows. window: tokens a query sees.
+    kv_scale: fp32 [2, num_kv_heads], an fp8 cache's.
     """
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads, tokens_per_block = kv_cache.shape[2:4]
     group_size = num_q_heads // num_kv_heads
     if tile is None:
-        tile = prefill_tile(head_dim, kv_cache.element_size(), shared_memory(q.device))
+        tile = prefill_tile(head_dim, multiplied_size(kv_cache.dtype, q.dtype), shared_memory(q.device))
     block_m = max(tile.block_m, triton.next_power_of_2(group_size))
     num_tiles = num_tokens // (block_m // group_size) + num_rows - first_row
     scale_log2, cap = softmax_scale(scale, softcap)
@@ -172,6 +181,7 @@ def paged_prefill(
     prefill_kernel[(num_kv_heads, num_tiles)](
         q,
         kv_cache,
+        out if kv_scale is None else kv_scale,
         out,
         block_table,
         query_start_loc,
@@ -194,6 +204,7 @@ def paged_prefill(
         TOKENS_PER_BLOCK=tokens_per_block,
         WINDOW=window or 0,
         HAS_SOFTCAP=softcap is not None,
+        KV=kv_kind(kv_cache),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.kv_quant_triton import from_fp8, load_scale
+
 LOG2E = 1.4426950408889634
 
 SMALL_SHARED_MEMORY = 101376
@@ -35,8 +37,13 @@ def shared_memory(device: torch.device) -> int:
     return SHARED_MEMORY.get(10 * major + minor, SMALL_SHARED_MEMORY)
 
 
+def multiplied_size(kv_dtype: torch.dtype, q_dtype: torch.dtype) -> int:
+    """Bytes of a key's number as it is multiplied: what tiles are cut by. Codes of 8 bits become the query's kind."""
+    return q_dtype.itemsize if kv_dtype.itemsize == 1 else kv_dtype.itemsize
+
+
 def prefill_tile(head_dim: int, element_size: int, shared: int) -> Tile:
-    """The prefill kernel's tile, by head width, bytes of a cache element, and shared memory."""
+    """The prefill kernel's tile, by head width, `multiplied_size`, and shared memory."""
     if element_size == 4:
         return Tile(32, 32, 4, 1 if head_dim > 128 else 2)
     if head_dim <= 64:
@@ -81,11 +88,56 @@ def cache_strides(kv_cache: Tensor) -> tuple[int, int, int, int]:
 
 
 @triton.jit
+def prepare_query(query, scale_log2, kv_scale, kv_head, num_kv_heads, cache_type: tl.constexpr, KV: tl.constexpr):
+    """The query as products take it, what the scores of its rows are multiplied by [M], and what the result is.
+
+    Over a plain cache the rows' factors are not used: `attend_range` applies `scale_log2` where it costs nothing. Over
+    e4m3, which a GPU converts to fp16, rows of 16-bit numbers are divided by their largest, so that fp16 holds them.
+    """
+    factor = tl.zeros([query.shape[0]], dtype=tl.float32) + scale_log2
+    value_scale = 1.0
+    if KV == "plain":
+        query = query.to(cache_type)
+    elif KV != "int8":
+        factor *= tl.load(kv_scale + kv_head)
+        value_scale = tl.load(kv_scale + num_kv_heads + kv_head)
+        if query.dtype != tl.float32:
+            wide = query.to(tl.float32)
+            largest = tl.max(tl.abs(wide), axis=1)
+            largest = tl.where(largest == 0.0, 1.0, largest)
+            factor *= largest
+            query = (wide / largest[:, None]).to(tl.float16)
+    return query, factor, value_scale
+
+
+@triton.jit
+def read_keys(k, q_type: tl.constexpr, KV: tl.constexpr):
+    """Keys as they are multiplied with a query of `q_type`."""
+    if KV == "int8":
+        k = k.to(q_type)
+    elif KV != "plain":
+        k = from_fp8(k, KV).to(q_type)
+    return k
+
+
+@triton.jit
+def read_values(v, p, q_type: tl.constexpr, KV: tl.constexpr):
+    """Values, and their weights p, as they are multiplied. Of int8 the weights hold the tokens' scales, which can be
+    smaller than fp16 takes."""
+    if KV == "int8":
+        v = v.to(tl.float32 if q_type == tl.float32 else tl.bfloat16)
+    elif KV != "plain":
+        v = from_fp8(v, KV).to(q_type)
+    return v, p.to(v.dtype)
+
+
+@triton.jit
 def attend_range(
     acc,
     total,
     most,
     q,
+    factors,
     keys,
     values,
     table,
@@ -102,11 +154,12 @@ def attend_range(
     TOKENS_PER_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    KV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Attend q [M, BLOCK_DIM] to the keys begin to end; acc, total and most are the running softmax.
 
-    keys, values: the layer's cache at this head. table: the row's block ids. position: [M], the queries' own. When not
+    q, factors: from `prepare_query`. keys, values: the layer's cache at this head. table: the row's block ids. position: [M], the queries' own. When not
     MASKED, every query sees every key of the range, and the range is whole tiles. scale_log2 is the scale of scores
     times log2(e); with a softcap it is the scale over the cap, and softcap the cap times log2(e).
     """
@@ -122,13 +175,19 @@ def attend_range(
         if HEAD_DIM == BLOCK_DIM:
             k = tl.load(keys + offset[None, :] + column[:, None])
         else:
-            k = tl.load(keys + offset[None, :] + column[:, None], mask=column[:, None] < HEAD_DIM, other=0.0)
-        score = tl.dot(q, k, input_precision="ieee")
+            k = tl.load(keys + offset[None, :] + column[:, None], mask=column[:, None] < HEAD_DIM, other=0)
+        score = tl.dot(q, read_keys(k, q.dtype, KV), input_precision="ieee")
         # The scores' scale is applied once to their largest, and in the exponent.
         factor = scale_log2
+        if KV != "plain":
+            score = score * factors[:, None]
+            factor = 1.0
+        if KV == "int8":
+            scales = TOKENS_PER_BLOCK * HEAD_DIM - (key % TOKENS_PER_BLOCK) * (TOKEN_STRIDE - 2) + offset
+            score = score * load_scale(keys + scales, key < end)[None, :]
         if HAS_SOFTCAP:
             # tanh by exp: right at both ends, where exp gives 0 or infinity.
-            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (scale_log2 * 2.885390081777927)) + 1.0))
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (factor * 2.885390081777927)) + 1.0))
             factor = 1.0
         if MASKED:
             seen = (key[None, :] <= position[:, None]) & (key[None, :] < end)
@@ -145,12 +204,15 @@ def attend_range(
         # Slots past a row's last token may hold anything, NaN included; their weight of 0 would not hide that.
         if MASKED:
             inside = (key[:, None] < end) & (column[None, :] < HEAD_DIM)
-            v = tl.load(values + offset[:, None] + column[None, :], mask=inside, other=0.0)
+            v = tl.load(values + offset[:, None] + column[None, :], mask=inside, other=0)
         elif HEAD_DIM == BLOCK_DIM:
             v = tl.load(values + offset[:, None] + column[None, :])
         else:
-            v = tl.load(values + offset[:, None] + column[None, :], mask=column[None, :] < HEAD_DIM, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            v = tl.load(values + offset[:, None] + column[None, :], mask=column[None, :] < HEAD_DIM, other=0)
+        if KV == "int8":
+            p = p * load_scale(values + scales, key < end)[None, :]
+        v, p = read_values(v, p, q.dtype, KV)
+        acc = tl.dot(p, v, acc, input_precision="ieee")
         most = now_most
     return acc, total, most
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving KV: whole blocks inside an arena, one row's out of it."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from headrace.kernels.kv_quant import is_quantized, layer_view, read_tiles, tile_size, token_scales
 from headrace.kernels.op import Case, on_cuda, op
 
 
@@ -31,24 +33,47 @@ def copy_blocks(arena: Tensor, pairs: Tensor) -> Tensor:
 
 
 def gather_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """A row that ends in the middle of a block, cut short and padded."""
-    arena = torch.randn(9, 3, 2, 2, 16, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    """A row that ends in the middle of a block, cut short and padded; plain caches and those of 8 bits."""
+    generator = torch.Generator().manual_seed(1)
+    arena = torch.randn(9, 3, 2, 2, 16, 64, generator=generator).to(device, dtype)
     table = torch.tensor([7, 2, 5, 0], dtype=torch.int32, device=device)
     for length, size in ((50, 50), (50, 96), (64, 64), (33, 40)):
         yield Case(f"{length} of {size}", (arena[:, 1], table, length, size), 4 * length * 64 * dtype.itemsize)
+    scale = torch.rand(2, 2, generator=generator).to(device)
+    for kv_dtype, head_dim in itertools.product((torch.uint8, torch.int8), (64, 80)):
+        codes = torch.randint(-126, 127, (9, 3, 2, 2, tile_size(16, head_dim, kv_dtype)), generator=generator)
+        cache = layer_view(codes.to(torch.int8).view(kv_dtype).to(device), 1, 16, head_dim)
+        if kv_dtype == torch.int8:
+            token_scales(cache).copy_(torch.rand(9, 2, 2, 16, generator=generator))
+        args = (cache, table, 50, 96, dtype, scale if kv_dtype == torch.uint8 else None)
+        yield Case(f"{kv_dtype}, heads of {head_dim}", args, 4 * 50 * head_dim)
 
 
 @op(cases=gather_cases)
-def gather_row(kv_cache: Tensor, table: Tensor, length: int, size: int) -> Tensor:
+def gather_row(
+    kv_cache: Tensor,
+    table: Tensor,
+    length: int,
+    size: int,
+    dtype: torch.dtype | None = None,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
     """One row's K and V, contiguous: [2, num_kv_heads, size, head_dim], zeros from `length` on.
 
     kv_cache: a layer's view [num_blocks, 2, num_kv_heads, tokens_per_block, head_dim]. table: int32 [max_blocks], the
-    row's blocks.
+    row's blocks. dtype, kv_scale: of the result, and fp32 [2, num_kv_heads], for a cache of 8 bits
+    (`kernels/kv_quant.py`); a plain one gives its own dtype.
     """
     _, _, heads, per_block, head_dim = kv_cache.shape
-    out = kv_cache.new_zeros(2, heads, size, head_dim)
     blocks = table[: -(-length // per_block)].long()
-    held = kv_cache[blocks].permute(1, 2, 0, 3, 4).reshape(2, heads, -1, head_dim)
+    if is_quantized(kv_cache):
+        assert dtype is not None, "codes are read as numbers of some dtype"
+        tile = tile_size(per_block, head_dim, kv_cache.dtype)
+        whole = kv_cache.as_strided((*kv_cache.shape[:3], tile), (*kv_cache.stride()[:3], 1))
+        held = read_tiles(whole[blocks].permute(1, 2, 0, 3)[:, None], per_block, head_dim, kv_scale, dtype)[:, 0]
+    else:
+        held = kv_cache[blocks].permute(1, 2, 0, 3, 4).reshape(2, heads, -1, head_dim)
+    out = held.new_zeros(2, heads, size, head_dim)
     out[:, :, :length] = held[:, :, :length]
     return out
 

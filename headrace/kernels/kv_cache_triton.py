@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.kv_quant_triton import from_fp8, kv_kind, load_scale
+
 BLOCK = 4096
 
 
@@ -35,6 +37,7 @@ def gather_row_kernel(
     cache,
     table,
     out,
+    kv_scale,
     length,
     size,
     block_stride,
@@ -46,6 +49,7 @@ def gather_row_kernel(
     BLOCK_DIM: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    KV: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
@@ -53,21 +57,37 @@ def gather_row_kernel(
     inside = (column < HEAD_DIM)[None, :]
     there = token < length
     block = tl.load(table + token // TOKENS_PER_BLOCK, mask=there, other=0).to(tl.int64)
-    source = block * block_stride + (token % TOKENS_PER_BLOCK) * token_stride
-    source += (head // num_heads).to(tl.int64) * kv_stride + (head % num_heads) * head_stride
-    value = tl.load(cache + source[:, None] + column[None, :], mask=there[:, None] & inside, other=0.0)
+    tile = block * block_stride + (head // num_heads).to(tl.int64) * kv_stride + (head % num_heads) * head_stride
+    source = tile + (token % TOKENS_PER_BLOCK) * token_stride
+    value = tl.load(cache + source[:, None] + column[None, :], mask=there[:, None] & inside, other=0)
+    if KV == "int8":
+        place = cache + tile + TOKENS_PER_BLOCK * HEAD_DIM + 2 * (token % TOKENS_PER_BLOCK)
+        value = value.to(tl.float32) * load_scale(place, there)[:, None]
+    elif KV != "plain":
+        value = from_fp8(value, KV).to(tl.float32) * tl.load(kv_scale + head)
     target = (head.to(tl.int64) * size + token) * HEAD_DIM
+    value = value.to(out.dtype.element_ty)
     tl.store(out + target[:, None] + column[None, :], value, mask=(token < size)[:, None] & inside)
 
 
-def gather_row(kv_cache: Tensor, table: Tensor, length: int, size: int) -> Tensor:
+def gather_row(
+    kv_cache: Tensor,
+    table: Tensor,
+    length: int,
+    size: int,
+    dtype: torch.dtype | None = None,
+    kv_scale: Tensor | None = None,
+) -> Tensor:
     """See `kernels.kv_cache.gather_row`."""
     _, _, heads, per_block, head_dim = kv_cache.shape
-    out = torch.empty(2, heads, size, head_dim, dtype=kv_cache.dtype, device=kv_cache.device)
+    kind = kv_kind(kv_cache)
+    kept = kv_cache.dtype if kind == "plain" else dtype
+    out = torch.empty(2, heads, size, head_dim, dtype=kept, device=kv_cache.device)
     gather_row_kernel[(triton.cdiv(size, 64), 2 * heads)](
         kv_cache,
         table,
         out,
+        out if kv_scale is None else kv_scale,
         length,
         size,
         *kv_cache.stride()[:4],
@@ -76,6 +96,7 @@ def gather_row(kv_cache: Tensor, table: Tensor, length: int, size: int) -> Tenso
         BLOCK_DIM=triton.next_power_of_2(head_dim),
         TOKENS_PER_BLOCK=per_block,
         BLOCK=64,
+        KV=kind,
         num_warps=4,
     )
     return out

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.kv_quant import layer_view, tile_size, to_fp8, to_int8, token_scales
 from headrace.kernels.op import Case, on_cuda, op
 
 FEW_TOKENS = 4
@@ -41,21 +42,55 @@ def qk_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
             args = (qkv, norms[0], norms[1], 1e-6, table, positions, arena[:, 1], slots.to(device))
             name = f"{q_heads}/{kv_heads}x{dim}r{rot_dim}n{has_norm:d}t{num_tokens}"
             yield Case(name, (*args, q_heads, kv_heads, dim, offset), 2 * qkv.nbytes)
+    if dtype == torch.float32:
+        yield from quantized_cases(device)
 
 
-def write_cache(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """kv: [num_tokens, 2, num_kv_heads, head_dim] into the layer's view; slot -1 writes nothing."""
-    tokens_per_block = kv_cache.shape[3]
-    if kv.shape[0] <= FEW_TOKENS and not kv.is_cuda:
+def quantized_cases(device: str) -> Iterator[Case]:
+    """8-bit caches, of heads with and without a part that is not turned; numbers from tiny to over what e4m3 holds."""
+    for kv_dtype in (torch.uint8, torch.int8):
+        for q_heads, kv_heads, dim, rot_dim in ((8, 2, 128, 128), (4, 4, 80, 32), (2, 1, 64, 0)):
+            generator = torch.Generator().manual_seed(dim)
+            qkv = torch.randn(9, (q_heads + 2 * kv_heads) * dim, generator=generator)
+            qkv[:, q_heads * dim :] *= torch.logspace(-6, 4, 9).unsqueeze(1)
+            qkv[3] = 0.0
+            angles = torch.rand(64, rot_dim // 2, generator=generator) * 6
+            table = torch.cat((angles.cos(), angles.sin()), -1).to(device) if rot_dim else None
+            positions = torch.randint(0, 64, (9,), generator=generator).to(device)
+            size = tile_size(16, dim, kv_dtype)
+            arena = torch.zeros(6, 3, 2, kv_heads, size, device=device, dtype=kv_dtype)
+            slots = torch.randperm(6 * 16, generator=generator)[:9]
+            slots[5] = -1
+            args = (qkv.to(device), None, None, 1e-6, table, positions, layer_view(arena, 1, 16, dim), slots.to(device))
+            scale = 0.05 + torch.rand(2, kv_heads, generator=generator).to(device)
+            name = f"{q_heads}/{kv_heads}x{dim}r{rot_dim} {kv_dtype}"
+            yield Case(name, (*args, q_heads, kv_heads, dim, 0.0, scale if kv_dtype == torch.uint8 else None))
+
+
+def write_cache(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None) -> None:
+    """kv: fp32 [num_tokens, 2, num_kv_heads, head_dim] into the layer's view; slot -1 writes nothing."""
+    if kv_cache.dtype == torch.int8:
+        kv, scales = to_int8(kv)
+        _write(scales, token_scales(kv_cache), slot_mapping)
+    elif kv_cache.dtype == torch.uint8:
+        assert kv_scale is not None, "an fp8 cache has scales"
+        kv = to_fp8(kv, kv_scale)
+    _write(kv, kv_cache, slot_mapping)
+
+
+def _write(new: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """new: [num_tokens, 2, num_kv_heads, ...] into cache [num_blocks, 2, num_kv_heads, tokens_per_block, ...]."""
+    tokens_per_block = cache.shape[3]
+    if new.shape[0] <= FEW_TOKENS and not new.is_cuda:
         for index, slot in enumerate(slot_mapping.tolist()):
             if slot >= 0:
-                kv_cache[slot // tokens_per_block, :, :, slot % tokens_per_block] = kv[index]
+                cache[slot // tokens_per_block, :, :, slot % tokens_per_block] = new[index]
         return
     kept = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[kept]
     block = torch.div(slots, tokens_per_block, rounding_mode="floor")
-    # The two index tensors are parted by slices, so their dimension comes first: [kept, 2, num_kv_heads, head_dim].
-    kv_cache[block, :, :, slots % tokens_per_block] = kv[kept].to(kv_cache.dtype)
+    # The two index tensors are parted by slices, so their dimension comes first: [kept, 2, num_kv_heads, ...].
+    cache[block, :, :, slots % tokens_per_block] = new[kept].to(cache.dtype)
 
 
 def rotate_(x: Tensor, cos_sin: Tensor) -> None:
@@ -82,6 +117,7 @@ def qk_norm_rope_cache_write(
     num_kv_heads: int,
     head_dim: int,
     norm_offset: float = 0.0,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm each q and k head, turn them by their position, write k and v to the cache. Returns q.
 
@@ -89,7 +125,8 @@ def qk_norm_rope_cache_write(
     [head_dim], or None for no norm. cos_sin_cache: fp32 [max_position, rot_dim], cosines then sines, each rot_dim / 2;
     the first rot_dim of head_dim are turned, halves paired (neox); None turns nothing. positions, slot_mapping:
     int64 [num_tokens]; slot -1 writes nothing. kv_cache: the layer's view [num_blocks, 2, num_kv_heads,
-    tokens_per_block, head_dim], any strides with a last one of 1. norm_offset: 1.0 for Gemma.
+    tokens_per_block, head_dim], any strides with a last one of 1, of plain numbers or of 8 bits (`kernels/kv_quant.py`).
+    norm_offset: 1.0 for Gemma. kv_scale: fp32 [2, num_kv_heads], an fp8 cache's.
     Returns q [num_tokens, num_q_heads, head_dim], in fp32 when the cache is fp32, else in qkv's dtype.
     """
     num_tokens = qkv.shape[0]
@@ -101,7 +138,8 @@ def qk_norm_rope_cache_write(
     if cos_sin_cache is not None:
         rot_dim = cos_sin_cache.shape[1]
         rotate_(heads[:, : num_q_heads + num_kv_heads, :rot_dim], cos_sin_cache.index_select(0, positions))
-    write_cache(heads[:, num_q_heads:].view(num_tokens, 2, num_kv_heads, head_dim), kv_cache, slot_mapping)
+    kv = heads[:, num_q_heads:].view(num_tokens, 2, num_kv_heads, head_dim)
+    write_cache(kv, kv_cache, slot_mapping, kv_scale)
     return q if kv_cache.dtype == torch.float32 else q.to(qkv.dtype)
 
 

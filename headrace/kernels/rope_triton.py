@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.kv_quant_triton import finite, int8_scale, kv_kind, store_scale, to_fp8, to_int8
 from headrace.kernels.pdl import pdl
 
 TILE = 1024
@@ -53,6 +54,36 @@ def rotate(first, second, cos, sin, turned):
     return tl.where(turned, turned_first, first), tl.where(turned, second * cos + first * sin, second)
 
 
+@triton.jit
+def store_kv(
+    cache, kv_scale, first, second, rest, kv_head, slot, is_kv, is_v, column, rest_column, block_stride, kv_stride,
+    head_stride, token_stride, num_kv_heads, tokens_per_block, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    KV: tl.constexpr,
+):  # fmt: skip
+    """Write K and V heads to the cache, as its kind asks (`kernels.kv_quant_triton`)."""
+    place = cache + tl.where(is_v, kv_stride, 0) + kv_head.to(tl.int64) * head_stride
+    place += (slot // tokens_per_block) * block_stride
+    in_block = slot % tokens_per_block
+    if KV == "int8":
+        first, second, rest = finite(first), finite(second), finite(rest)
+        most = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+        if 2 * HALF < HEAD_DIM:
+            most = tl.maximum(most, tl.max(tl.abs(rest), axis=1))
+        scale, inverse = int8_scale(most)
+        store_scale(place + tokens_per_block * HEAD_DIM + 2 * in_block, scale, is_kv)
+        first = to_int8(first * inverse[:, None])
+        second = to_int8(second * inverse[:, None])
+        rest = to_int8(rest * inverse[:, None])
+    elif KV != "plain":
+        scale = tl.load(kv_scale + tl.where(is_v, num_kv_heads, 0) + kv_head, mask=is_kv, other=1.0)
+        inverse = tl.div_rn(1.0, scale)[:, None]
+        first = to_fp8(first * inverse)
+        second = to_fp8(second * inverse)
+        rest = to_fp8(rest * inverse)
+    target = (place + in_block * token_stride)[:, None]
+    store_head(target, first, second, rest, is_kv[:, None], column, rest_column, HEAD_DIM, HALF)
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def qk_norm_rope_cache_write_kernel(
     qkv,
@@ -61,6 +92,7 @@ def qk_norm_rope_cache_write_kernel(
     table,
     positions,
     cache,
+    kv_scale,
     slots,
     out,
     qkv_stride,
@@ -82,6 +114,7 @@ def qk_norm_rope_cache_write_kernel(
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
+    KV: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -130,10 +163,10 @@ def qk_norm_rope_cache_write_kernel(
     store_head(q_target, first, second, rest, is_q[:, None], column, rest_column, HEAD_DIM, HALF)
     if slot >= 0:
         kv_head = head - num_q_heads - tl.where(is_v, num_kv_heads, 0)
-        kv_offset = tl.where(is_v, kv_stride, 0) + kv_head.to(tl.int64) * head_stride
-        kv_offset += (slot // tokens_per_block) * block_stride + (slot % tokens_per_block) * token_stride
-        is_kv = (is_k | is_v)[:, None]
-        store_head(cache + kv_offset[:, None], first, second, rest, is_kv, column, rest_column, HEAD_DIM, HALF)
+        store_kv(
+            cache, kv_scale, first, second, rest, kv_head, slot, is_k | is_v, is_v, column, rest_column, block_stride,
+            kv_stride, head_stride, token_stride, num_kv_heads, tokens_per_block, HEAD_DIM, HALF, KV,
+        )  # fmt: skip
 
 
 def qk_norm_rope_cache_write(
@@ -149,6 +182,7 @@ def qk_norm_rope_cache_write(
     num_kv_heads: int,
     head_dim: int,
     norm_offset: float = 0.0,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.rope.qk_norm_rope_cache_write`."""
     num_tokens = qkv.shape[0]
@@ -167,6 +201,7 @@ def qk_norm_rope_cache_write(
         qkv if cos_sin_cache is None else cos_sin_cache,
         positions,
         kv_cache,
+        qkv if kv_scale is None else kv_scale,
         slot_mapping,
         out,
         qkv.stride(0),
@@ -185,6 +220,7 @@ def qk_norm_rope_cache_write(
         HAS_Q_NORM=q_norm_weight is not None,
         HAS_K_NORM=k_norm_weight is not None,
         HAS_ROPE=cos_sin_cache is not None,
+        KV=kv_kind(kv_cache),
         num_warps=4,
         **pdl(qkv.device),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, DTYPE_NAMES, TOLERANCE, AttentionCase, build_step, dense_attention
+from attention_cases import CASES, DTYPE_NAMES, TOLERANCE, AttentionCase, build_step, dense_attention, quantize_step
 
 from headrace.attention.base import AttentionBackend
 from headrace.attention.choose import BACKENDS
@@ -32,11 +32,11 @@ PAIRS = [
 FILL = {"TRITON": float("nan"), "VANILLA": 1e4}
 
 
-def make(name: str, case: AttentionCase, dtype: torch.dtype) -> AttentionBackend:
+def make(name: str, case: AttentionCase, dtype: torch.dtype, kv_dtype: str | None = None) -> AttentionBackend:
     """A backend bound to a case; Triton's runs in the interpreter where there is no GPU."""
     if name == "TRITON" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    backend: AttentionBackend = bind(BACKENDS[name][1])(case.need(DTYPE_NAMES[dtype]))
+    backend: AttentionBackend = bind(BACKENDS[name][1])(case.need(DTYPE_NAMES[dtype], kv_dtype))
     return backend
 
 
@@ -50,6 +50,33 @@ def test_a_backend_agrees_with_dense_attention(name: str, case: AttentionCase, d
     assert got.shape == (step.metadata.num_tokens, case.num_q_heads * case.head_dim)
     assert got.dtype == dtype
     torch.testing.assert_close(got[: len(expected)].double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+# The interpreter cannot multiply the bf16 values that int8 becomes beside 16-bit queries.
+QUANTIZED = [
+    (name, dtype, kv_dtype)
+    for name, dtype in PAIRS
+    for kv_dtype in ("fp8", "int8")
+    if DEVICE == "cuda" or name == "VANILLA" or (dtype, kv_dtype) != (torch.float16, "int8")
+]
+# Bytes of slots that no token owns: of NaN in e4m3 and in bf16, and of large numbers in both.
+FILL_BYTE = {"TRITON": 0x7F, "VANILLA": 0x3E}
+# With fp16 queries over fp8 and bf16 values of int8 what is multiplied is rounded as bf16 is.
+QUANTIZED_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: TOLERANCE[torch.bfloat16]}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("name", "dtype", "kv_dtype"), QUANTIZED, ids=str)
+def test_a_backend_reads_a_cache_of_8_bits(name: str, case: AttentionCase, dtype: torch.dtype, kv_dtype: str) -> None:
+    step = build_step(case, dtype, DEVICE)
+    quantize_step(case, step, kv_dtype, FILL_BYTE[name])
+    backend = make(name, case, dtype, kv_dtype)
+    expected = dense_attention(case, case.need(DTYPE_NAMES[dtype], kv_dtype), step)
+    got = backend.forward(step.q, step.kv_cache, step.metadata, 0, step.kv_scale)
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got[: len(expected)].double().cpu(), expected, rtol=0, atol=QUANTIZED_TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("name", BACKENDS)
