@@ -53,7 +53,7 @@ COME_WITH = {"annotated_types", "pydantic_core", "starlette", "triton"}
 WITHOUT_DEFAULT = {"model"}
 MAX_FILE, MAX_FUNCTION, MAX_MODEL_FILE = 600, 80, 80
 # The shared parts under models/; every other file there is one model and the difference from its neighbour.
-SHARED_MODEL_FILES = {"__init__.py", "base.py", "registry.py", "weights.py", "gguf.py"}
+SHARED_MODEL_FILES = {"__init__.py", "base.py", "registry.py", "weights.py", "gguf.py", "kv_scales.py"}
 
 
 def package_of(path: Path) -> str:

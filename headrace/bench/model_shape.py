@@ -6,7 +6,7 @@ from headrace.config.model import ModelConfig
 from headrace.errors import ModelLoadError
 from headrace.utils.hub import ModelSource, weight_files
 
-KV_DTYPES = {4: "float32", 2: "bfloat16", 1: "fp8"}
+KV_DTYPES = ("float32", "bfloat16", "fp8", "int8")
 FP8_METHODS = {"fp8", "fbgemm_fp8"}
 
 
@@ -18,8 +18,7 @@ def shape_of(model: ModelConfig, source: ModelSource, dtype: str, kv_bytes_per_t
     """
     stored = stored_bytes_per_weight(model, source)
     method = str((model.quantization or {}).get("quant_method", "")).lower()
-    per_number = None if kv_bytes_per_token is None else kv_bytes_per_token // model.kv_bytes_per_token(1)
-    kv_dtype = dtype if per_number is None else KV_DTYPES.get(per_number, dtype)
+    kv_dtype = {model.kv_bytes_per_token(name): name for name in KV_DTYPES}.get(kv_bytes_per_token or 0, dtype)
     return Shape.of(model, dtype, kv_dtype, stored, "fp8" if method in FP8_METHODS else None)
 
 

@@ -8,7 +8,7 @@ past it takes overlap inside kernels. Activations are left out: they mostly stay
 
 from dataclasses import dataclass
 
-from headrace.config.dtype import BYTES
+from headrace.config.dtype import BYTES, kv_head_bytes
 from headrace.config.model import ModelConfig
 
 
@@ -73,7 +73,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     kv_bytes: float
-    """Of one number in the KV cache."""
+    """Of one number in the KV cache, on average."""
     dtype: str
     """Of activations."""
 
@@ -107,7 +107,7 @@ class Shape:
             num_q_heads=model.num_q_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            kv_bytes=BYTES[kv_dtype],
+            kv_bytes=kv_head_bytes(kv_dtype, model.head_dim) / model.head_dim,
             dtype=dtype,
         )
 

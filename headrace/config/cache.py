@@ -9,7 +9,7 @@ from headrace.config.base import Common, Config, Count, Share
 from headrace.config.dtype import plain_dtype
 
 KvDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16", "fp8"],
+    Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"],
     BeforeValidator(plain_dtype),
 ]
 
@@ -47,7 +47,7 @@ class KvCacheConfig(Config):
     max_tokens: Count | None = None
     """Most tokens the cache holds; with a memory share, the smaller wins."""
     dtype: Annotated[KvDtype, Common] = "auto"
-    """How keys and values are stored; auto: the model's dtype on a GPU, float32 on a CPU."""
+    """How keys and values are stored; auto: as the checkpoint asks, or the model's dtype (float32 on a CPU)."""
     tokens_per_block: int = 32
     """Tokens in a block, a power of two."""
 

@@ -30,6 +30,13 @@ def load_generation_config(source: ModelSource) -> dict[str, Any]:
     return read_json(path) if source.kind == "hf" and path.is_file() else {}
 
 
+def _modelopt_quantization(folder: Path) -> dict[str, Any]:
+    """quantization_config out of ModelOpt's own file, for a config.json that has none."""
+    path = folder / "hf_quant_config.json"
+    said = read_json(path).get("quantization") if path.is_file() else None
+    return {"quantization_config": {"quant_method": "modelopt", **said}} if isinstance(said, dict) else {}
+
+
 def load_model_config(source: ModelSource) -> ModelConfig:
     """The config of a Hugging Face folder or a .gguf file. Raises ModelLoadError naming the file."""
     if source.kind == "gguf":
@@ -37,6 +44,7 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     else:
         file = source.path / "config.json"
         values, generation = read_json(file), load_generation_config(source)
+        values = {**_modelopt_quantization(source.path), **values}
     try:
         return ModelConfig.from_hf(values, generation)
     except ModelLoadError as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.config.dtype import plain_dtype
+from headrace.config.quantization import read_quantization
 from headrace.config.rope import RopeConfig, read_rope
 from headrace.errors import ModelLoadError
 
@@ -144,7 +145,7 @@ def read_hf(hf: Mapping[str, Any], generation_config: Mapping[str, Any]) -> dict
         "bos_token_id": _first_id(flat.get("bos_token_id")),
         "pad_token_id": _first_id(flat.get("pad_token_id")),
         "torch_dtype": _dtype(flat),
-        "quantization": flat.get("quantization_config"),
+        **read_quantization(flat.get("quantization_config")),
         "extra": {key: value for key, value in flat.items() if key not in READ},
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.config.dtype import kv_head_bytes
 from headrace.config.hf import read_hf
 from headrace.config.rope import RopeConfig
 
@@ -53,6 +54,8 @@ class ModelConfig:
     """The checkpoint's own dtype: float32, bfloat16 or float16; None: not said."""
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     """The checkpoint's quantization_config, as it stands."""
+    kv_dtype: str | None = None
+    """How the checkpoint asks its KV cache to be kept: fp8, int8, or a name that is not built; None: not said."""
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Every json value without a field of its own, for architectures that need it."""
 
@@ -76,9 +79,9 @@ class ModelConfig:
             return int(self.max_model_len * self.rope.factor)
         return self.max_model_len
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes that one token's keys and values take over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * kv_head_bytes(kv_dtype, self.head_dim)
 
     def num_params(self) -> int:
         """Weights of the model, biases and norms left out."""

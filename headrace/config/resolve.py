@@ -166,10 +166,14 @@ def _dtype(choices: _Choices) -> str:
 def _kv_dtype(choices: _Choices, dtype: str) -> str:
     name = "kv_cache_config.dtype"
     wanted = choices.args.kv_cache_config.dtype
-    if wanted == "fp8":
-        raise ConfigError(f"{name} = fp8 is not built yet; use auto, bfloat16 or float16.", param=name)
+    asked = choices.model.kv_dtype
     if wanted != "auto":
         return wanted
+    if asked in BYTES:
+        choices.chose(name, "the checkpoint's")
+        return asked
+    if asked is not None:
+        choices.notes.append(f"The checkpoint asks for a KV cache of {asked}, which is not built: it is kept wider.")
     if choices.device.kind == "cpu":
         choices.chose(name, "attention on a CPU is fastest in float32")
         return "float32"
@@ -214,7 +218,7 @@ def _tokens_that_fit(choices: _Choices, dtype: str, kv_dtype: str) -> int | None
     weights = model.num_params() * (1.0 if packed else BYTES[dtype])
     share = args.kv_cache_config.free_gpu_memory_fraction
     room = (device.total_memory - weights - reserve) * (1.0 if share == "auto" else share)
-    tokens = max(0, int(room)) // model.kv_bytes_per_token(BYTES[kv_dtype])
+    tokens = max(0, int(room)) // model.kv_bytes_per_token(kv_dtype)
     return min(tokens, args.kv_cache_config.max_tokens or tokens)
 
 

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headrace.config.dtype import BYTES
+from headrace.config.dtype import kv_head_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,12 @@ class KvSpec:
     window: int | None = None
     """Tokens a query sees, itself included; None sees all."""
     dtype: str = "bfloat16"
+    """float32, bfloat16, float16, fp8 or int8."""
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * BYTES[self.dtype]
+        return 2 * self.num_kv_heads * kv_head_bytes(self.dtype, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class KvGroup:
         return self.spec.bytes_per_token * len(self.layers)
 
     def bytes_per_block(self, tokens_per_block: int) -> int:
-        """Bytes of one block: [num_layers, 2, num_kv_heads, tokens_per_block, head_dim]."""
+        """Bytes of one block: [num_layers, 2, num_kv_heads, tokens_per_block, head_dim], int8's scales included."""
         return self.bytes_per_token * tokens_per_block
 
 

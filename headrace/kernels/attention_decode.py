@@ -20,10 +20,11 @@ from headrace.kernels.attention_tile import (
     prepare_query,
     read_keys,
     read_values,
+    scale_scores,
     shared_memory,
     softmax_scale,
 )
-from headrace.kernels.kv_quant_triton import kv_kind, load_scale
+from headrace.kernels.kv_quant_triton import kv_kind
 from headrace.kernels.pdl import pdl
 
 FEW_ITEMS = 8
@@ -105,12 +106,8 @@ def attend_item(
         else:
             k = tl.load(k_place)
         score = tl.dot(q, read_keys(k, q.dtype, KV), input_precision="ieee")
-        factor = scale_log2
-        if KV != "plain":
-            score = score * factors[:, None]
-            factor = 1.0
-        if KV == "int8":
-            score = score * load_scale(keys + scales, inside)[None, :]
+        score = scale_scores(score, factors, keys + scales, inside, KV)
+        factor = scale_log2 if KV == "plain" else 1.0
         if HAS_SOFTCAP:
             score = softcap * (1.0 - 2.0 / (tl.exp2(score * (factor * 2.885390081777927)) + 1.0))
             factor = 1.0
@@ -124,9 +121,7 @@ def attend_item(
         shrink = tl.exp2(most - now_most)
         total = total * shrink[:, None] + p
         v = tl.load(v_place, mask=v_mask, other=0)
-        if KV == "int8":
-            p = p * load_scale(values + scales, inside)[None, :]
-        v, p = read_values(v, p, q.dtype, KV)
+        v, p = read_values(v, p, values + scales, inside, q.dtype, KV)
         acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
         most = now_most
     return acc, tl.sum(total, axis=1), most

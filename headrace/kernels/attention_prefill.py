@@ -128,19 +128,16 @@ def prefill_kernel(
     most = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if WINDOW > 0:
         acc, total, most = attend_range(
-            acc, total, most, query, factors, keys, values, table, block_stride, begin, all_begin, position,
-            scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
-            KV, True,
+            acc, total, most, query, factors, keys, values, table, block_stride, begin, all_begin, position, scale_log2,
+            softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, KV, True,
         )  # fmt: skip
     acc, total, most = attend_range(
-        acc, total, most, query, factors, keys, values, table, block_stride, all_begin, all_end, position,
-        scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
-        KV, False,
+        acc, total, most, query, factors, keys, values, table, block_stride, all_begin, all_end, position, scale_log2,
+        softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, KV, False,
     )  # fmt: skip
     acc, total, most = attend_range(
-        acc, total, most, query, factors, keys, values, table, block_stride, all_end, end, position,
-        scale_log2, softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP,
-        KV, True,
+        acc, total, most, query, factors, keys, values, table, block_stride, all_end, end, position, scale_log2,
+        softcap, HEAD_DIM, TOKEN_STRIDE, BLOCK_DIM, BLOCK_N, TOKENS_PER_BLOCK, WINDOW, HAS_SOFTCAP, KV, True,
     )  # fmt: skip
     out_offset = (query_row * out_token_stride + head * HEAD_DIM)[:, None] + column[None, :]
     tl.store(out + out_offset, (acc / total[:, None] * value_scale).to(out.dtype.element_ty), mask=there)

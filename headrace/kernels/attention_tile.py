@@ -121,10 +121,21 @@ def read_keys(k, q_type: tl.constexpr, KV: tl.constexpr):
 
 
 @triton.jit
-def read_values(v, p, q_type: tl.constexpr, KV: tl.constexpr):
-    """Values, and their weights p, as they are multiplied. Of int8 the weights hold the tokens' scales, which can be
-    smaller than fp16 takes."""
+def scale_scores(score, factors, scales, there, KV: tl.constexpr):
+    """What scores over a cache of 8 bits stand for, before a softcap. scales: where int8 keys' are."""
+    if KV != "plain":
+        score = score * factors[:, None]
     if KV == "int8":
+        score = score * load_scale(scales, there)[None, :]
+    return score
+
+
+@triton.jit
+def read_values(v, p, scales, there, q_type: tl.constexpr, KV: tl.constexpr):
+    """Values, and their weights p, as they are multiplied. Weights take int8's scales on, which can be too small for
+    fp16."""
+    if KV == "int8":
+        p = p * load_scale(scales, there)[None, :]
         v = v.to(tl.float32 if q_type == tl.float32 else tl.bfloat16)
     elif KV != "plain":
         v = from_fp8(v, KV).to(q_type)
@@ -159,9 +170,10 @@ def attend_range(
 ):
     """Attend q [M, BLOCK_DIM] to the keys begin to end; acc, total and most are the running softmax.
 
-    q, factors: from `prepare_query`. keys, values: the layer's cache at this head. table: the row's block ids. position: [M], the queries' own. When not
-    MASKED, every query sees every key of the range, and the range is whole tiles. scale_log2 is the scale of scores
-    times log2(e); with a softcap it is the scale over the cap, and softcap the cap times log2(e).
+    q, factors: from `prepare_query`. keys, values: the layer's cache at this head. table: the row's block ids.
+    position: [M], the queries' own. When not MASKED, every query sees every key of the range, and the range is whole
+    tiles. scale_log2: the scale of scores times log2(e); with a softcap, the scale over the cap, and softcap is the cap
+    times log2(e).
     """
     column = tl.arange(0, BLOCK_DIM)
     lane = tl.arange(0, BLOCK_N)
@@ -177,14 +189,10 @@ def attend_range(
         else:
             k = tl.load(keys + offset[None, :] + column[:, None], mask=column[:, None] < HEAD_DIM, other=0)
         score = tl.dot(q, read_keys(k, q.dtype, KV), input_precision="ieee")
-        # The scores' scale is applied once to their largest, and in the exponent.
-        factor = scale_log2
-        if KV != "plain":
-            score = score * factors[:, None]
-            factor = 1.0
-        if KV == "int8":
-            scales = TOKENS_PER_BLOCK * HEAD_DIM - (key % TOKENS_PER_BLOCK) * (TOKEN_STRIDE - 2) + offset
-            score = score * load_scale(keys + scales, key < end)[None, :]
+        # A plain cache's scale of scores is applied once to their largest, and in the exponent.
+        factor = scale_log2 if KV == "plain" else 1.0
+        scales = offset + (TOKENS_PER_BLOCK * HEAD_DIM - (key % TOKENS_PER_BLOCK) * (TOKEN_STRIDE - 2))
+        score = scale_scores(score, factors, keys + scales, key < end, KV)
         if HAS_SOFTCAP:
             # tanh by exp: right at both ends, where exp gives 0 or infinity.
             score = softcap * (1.0 - 2.0 / (tl.exp2(score * (factor * 2.885390081777927)) + 1.0))
@@ -209,9 +217,7 @@ def attend_range(
             v = tl.load(values + offset[:, None] + column[None, :])
         else:
             v = tl.load(values + offset[:, None] + column[None, :], mask=column[None, :] < HEAD_DIM, other=0)
-        if KV == "int8":
-            p = p * load_scale(values + scales, key < end)[None, :]
-        v, p = read_values(v, p, q.dtype, KV)
+        v, p = read_values(v, p, values + scales, key < end, q.dtype, KV)
         acc = tl.dot(p, v, acc, input_precision="ieee")
         most = now_most
     return acc, total, most

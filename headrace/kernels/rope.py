@@ -125,7 +125,7 @@ def qk_norm_rope_cache_write(
     [head_dim], or None for no norm. cos_sin_cache: fp32 [max_position, rot_dim], cosines then sines, each rot_dim / 2;
     the first rot_dim of head_dim are turned, halves paired (neox); None turns nothing. positions, slot_mapping:
     int64 [num_tokens]; slot -1 writes nothing. kv_cache: the layer's view [num_blocks, 2, num_kv_heads,
-    tokens_per_block, head_dim], any strides with a last one of 1, of plain numbers or of 8 bits (`kernels/kv_quant.py`).
+    tokens_per_block, head_dim], any strides with a last one of 1, plain or of 8 bits (`kernels/kv_quant.py`).
     norm_offset: 1.0 for Gemma. kv_scale: fp32 [2, num_kv_heads], an fp8 cache's.
     Returns q [num_tokens, num_q_heads, head_dim], in fp32 when the cache is fp32, else in qkv's dtype.
     """

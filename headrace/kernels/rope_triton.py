@@ -56,11 +56,13 @@ def rotate(first, second, cos, sin, turned):
 
 @triton.jit
 def store_kv(
-    cache, kv_scale, first, second, rest, kv_head, slot, is_kv, is_v, column, rest_column, block_stride, kv_stride,
-    head_stride, token_stride, num_kv_heads, tokens_per_block, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    KV: tl.constexpr,
+    cache, kv_scale, first, second, rest, head, slot, column, rest_column, block_stride, kv_stride, head_stride,
+    token_stride, num_kv_heads, tokens_per_block, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
-    """Write K and V heads to the cache, as its kind asks (`kernels.kv_quant_triton`)."""
+    """Write heads, K's before V's, to the cache as its kind asks (`kernels.kv_quant_triton`)."""
+    is_kv = (head >= 0) & (head < 2 * num_kv_heads)
+    is_v = head >= num_kv_heads
+    kv_head = head - tl.where(is_v, num_kv_heads, 0)
     place = cache + tl.where(is_v, kv_stride, 0) + kv_head.to(tl.int64) * head_stride
     place += (slot // tokens_per_block) * block_stride
     in_block = slot % tokens_per_block
@@ -125,12 +127,11 @@ def qk_norm_rope_cache_write_kernel(
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     is_q = head < num_q_heads
     is_k = (head >= num_q_heads) & (head < num_q_heads + num_kv_heads)
-    is_v = (head >= num_q_heads + num_kv_heads) & (head < num_q_heads + 2 * num_kv_heads)
     column = tl.arange(0, BLOCK_HALF)
     inside = column < HALF
     rest_column = 2 * HALF + tl.arange(0, BLOCK_REST)
     in_rest = rest_column < HEAD_DIM
-    there = (is_q | is_k | is_v)[:, None]
+    there = (head < num_q_heads + 2 * num_kv_heads)[:, None]
     # Weights and the step's lists are older than the kernel before this one, so they are read without waiting for it.
     slot = tl.load(slots + token).to(tl.int64)
     if HAS_ROPE:
@@ -162,9 +163,8 @@ def qk_norm_rope_cache_write_kernel(
     q_target = out + (token * num_q_heads + head[:, None]) * HEAD_DIM
     store_head(q_target, first, second, rest, is_q[:, None], column, rest_column, HEAD_DIM, HALF)
     if slot >= 0:
-        kv_head = head - num_q_heads - tl.where(is_v, num_kv_heads, 0)
         store_kv(
-            cache, kv_scale, first, second, rest, kv_head, slot, is_k | is_v, is_v, column, rest_column, block_stride,
+            cache, kv_scale, first, second, rest, head - num_q_heads, slot, column, rest_column, block_stride,
             kv_stride, head_stride, token_stride, num_kv_heads, tokens_per_block, HEAD_DIM, HALF, KV,
         )  # fmt: skip
 

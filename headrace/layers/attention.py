@@ -3,9 +3,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from headrace.attention.base import AttentionNeed
+from headrace.config.dtype import plain_dtype
 from headrace.config.rope import RopeConfig
 from headrace.kernels.rope import qk_norm_rope_cache_write
 from headrace.layers.build import BuildContext, ForwardContext
@@ -41,6 +43,9 @@ class AttentionOptions:
 class Attention(nn.Module):
     """qkv projection, then one op (head norms, rotation, KV write), the backend, and the output projection."""
 
+    kv_scale: Tensor | None
+    """fp32 [2, num_kv_heads], K's and V's: what the codes of an fp8 cache are multiplied by; None: it is another."""
+
     def __init__(self, ctx: BuildContext, opt: AttentionOptions) -> None:
         super().__init__()
         sizes = [opt.num_q_heads * opt.head_dim, *[opt.num_kv_heads * opt.head_dim] * 2]
@@ -59,9 +64,13 @@ class Attention(nn.Module):
             window=opt.window,
             softcap=opt.softcap,
             dtype=str(ctx.dtype).removeprefix("torch."),
-            kv_dtype=str(ctx.kv_dtype).removeprefix("torch."),
+            kv_dtype=plain_dtype(str(ctx.kv_dtype)),
             tokens_per_block=ctx.tokens_per_block,
         )
+        kv_scale = None
+        if ctx.kv_dtype == torch.float8_e4m3fn:
+            kv_scale = torch.ones(2, opt.num_kv_heads, dtype=torch.float32, device=ctx.device)
+        self.register_buffer("kv_scale", kv_scale)
         self.options = opt
         self._layer = opt.layer
         self._qkv = self.qkv_proj.forward
@@ -72,7 +81,8 @@ class Attention(nn.Module):
             opt.qk_norm_eps or 0.0,
             opt.rope and rope_table(ctx, opt.rope, opt.head_dim),
         )
-        self._after = (opt.num_q_heads, opt.num_kv_heads, opt.head_dim, opt.qk_norm_offset)
+        self._after = (opt.num_q_heads, opt.num_kv_heads, opt.head_dim, opt.qk_norm_offset, kv_scale)
+        self._kv_scale = kv_scale
         self._attend = ctx.backend(need).forward
         self._out = self.o_proj.forward
 
@@ -85,4 +95,4 @@ class Attention(nn.Module):
         q = self._write(
             self._qkv(x), *self._before, fwd.positions, kv_cache, metadata.slot_mapping[group], *self._after
         )
-        return self._out(self._attend(q, kv_cache, metadata, group))
+        return self._out(self._attend(q, kv_cache, metadata, group, self._kv_scale))

@@ -23,6 +23,7 @@ class BuildContext:
     backend: Callable[[AttentionNeed], AttentionBackend]
     """A layer's need -> a backend bound to it; raises with every refusal."""
     kv_dtype: torch.dtype
+    """Of the KV cache; torch.float8_e4m3fn and torch.int8 are the 8-bit kinds (`kernels/kv_quant.py`)."""
     max_positions: int
     """Rows of the RoPE tables: the longest request, `max_seq_len`."""
     tokens_per_block: int = 32

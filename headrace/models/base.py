@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from headrace.config.dtype import plain_dtype
 from headrace.config.model import ModelConfig
 from headrace.core.kv_cache_spec import KvSpec
 from headrace.layers.attention import AttentionOptions
@@ -106,7 +107,7 @@ class CausalLM(nn.Module):
             self.lm_head = ColumnLinear(ctx.sub("lm_head"), cfg.hidden_size, [cfg.vocab_size])
             self._head = self.lm_head.forward
         self._max_positions = ctx.max_positions
-        self._kv_dtype = str(ctx.kv_dtype).removeprefix("torch.")
+        self._kv_dtype = plain_dtype(str(ctx.kv_dtype))
         self.needs_prompt_lens = has_long_table(cfg.rope, ctx.max_positions)
         """Whether `ForwardContext.prompt_lens` must be given."""
 

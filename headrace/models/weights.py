@@ -16,6 +16,7 @@ from headrace.errors import ModelLoadError
 from headrace.layers.build import LoadableLayer
 from headrace.models.base import CausalLM
 from headrace.models.gguf import GgufStream
+from headrace.models.kv_scales import KvScales
 from headrace.quantization.base import RawTensor
 from headrace.utils.hub import ModelSource, weight_files
 
@@ -211,6 +212,7 @@ def load_model_weights(model: CausalLM, stream: WeightStream, progress: Progress
     tensor, unless every part of every parameter comes exactly once, in its shape, and nothing else comes.
     """
     plan = _Plan(model)
+    scales = KvScales(model)
     if isinstance(stream, DummyStream):
         _load_dummy(model, plan, progress)
         return
@@ -221,7 +223,9 @@ def load_model_weights(model: CausalLM, stream: WeightStream, progress: Progress
         place = plan.map.locate(name)
         if place is not None and not _is_tied_head(model, place[0]):
             target, part = place
-            if target in plan.shapes:
+            if scales.take(target, part, tensor, f"{stream.where(name)}: tensor {name}"):
+                pass
+            elif target in plan.shapes:
                 _check(plan, target, part, name, tensor, stream)
                 plan.load(target, part, tensor)
             else:
@@ -231,6 +235,7 @@ def load_model_weights(model: CausalLM, stream: WeightStream, progress: Progress
         if progress is not None:
             progress(LABEL, min(done, stream.total_bytes), stream.total_bytes)
     _report(model, plan, unexpected, stream)
+    scales.finish()
 
 
 def _is_tied_head(model: CausalLM, target: str) -> bool:

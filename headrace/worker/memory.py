@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from headrace.config.dtype import BYTES
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup
 from headrace.core.ledger import MemoryLedger, MemoryNeeds, MemoryWish, plan_memory
@@ -17,6 +16,9 @@ from headrace.errors import ConfigError
 from headrace.utils.machine import available_memory, read_text
 from headrace.utils.math import cdiv
 from headrace.worker.device import give_back_freed_memory
+
+SMALLER_KV_DTYPES = ("bfloat16", "fp8", "int8")
+"""What a cache that does not fit may be kept in instead."""
 
 MODEST_CPU_TOKENS = 65_536
 """KV tokens that a CPU worker takes unasked, if a quarter of the free memory holds them."""
@@ -93,7 +95,7 @@ class MemoryBook:
             fixed_bytes=workspace_bytes(config),
             device="the host (free before the start)",
         )
-        return self._share(needs, _wish(config, per_block, tokens))
+        return self._share(needs, _wish(config, groups, tokens))
 
     def share_gpu(self, groups: Sequence[KvGroup], fixed: int, peak: int, has_graphs: bool) -> MemoryLedger:
         """All of a GPU but what was measured, the graphs and the reserve.
@@ -115,7 +117,7 @@ class MemoryBook:
             other_bytes=max(self._before, total - free - torch.cuda.memory_reserved()),
             device=torch.cuda.get_device_name(),
         )
-        return self._share(needs, _wish(config, per_block, config.args.kv_cache_config.max_tokens))
+        return self._share(needs, _wish(config, groups, config.args.kv_cache_config.max_tokens))
 
     def lines(self, graphs: int, num_left: int) -> list[str]:
         """The ledger, predicted beside measured. graphs: bytes of those captured; num_left: graphs still to capture."""
@@ -146,18 +148,12 @@ class MemoryBook:
         return self._ledger
 
 
-def bytes_per_block(config: ResolvedConfig, groups: Sequence[KvGroup]) -> int:
-    """One block of every group."""
-    return sum(group.bytes_per_block(config.tokens_per_block) for group in groups)
-
-
-def _wish(config: ResolvedConfig, kv_bytes_per_block: int, max_kv_tokens: int | None) -> MemoryWish:
+def _wish(config: ResolvedConfig, groups: Sequence[KvGroup], max_kv_tokens: int | None) -> MemoryWish:
     settings = config.args.kv_cache_config
     fraction = settings.free_gpu_memory_fraction
     explicit = config.args.max_seq_len
-    smaller = {}
-    if BYTES["bfloat16"] < BYTES[config.kv_dtype]:
-        smaller["bfloat16"] = kv_bytes_per_block * BYTES["bfloat16"] // BYTES[config.kv_dtype]
+    by_dtype = {dtype: bytes_per_block(config, groups, dtype) for dtype in SMALLER_KV_DTYPES}
+    taken = bytes_per_block(config, groups)
     return MemoryWish(
         max_seq_len=None if explicit == "auto" else explicit,
         model_max_seq_len=config.max_seq_len,
@@ -166,5 +162,11 @@ def _wish(config: ResolvedConfig, kv_bytes_per_block: int, max_kv_tokens: int | 
         free_memory_fraction=None if fraction == "auto" else fraction,
         max_kv_tokens=max_kv_tokens,
         kv_dtype=config.kv_dtype,
-        kv_bytes_per_block_by_dtype=smaller,
+        kv_bytes_per_block_by_dtype={dtype: size for dtype, size in by_dtype.items() if size < taken},
     )
+
+
+def bytes_per_block(config: ResolvedConfig, groups: Sequence[KvGroup], dtype: str | None = None) -> int:
+    """Of a block of every group; dtype: were it another."""
+    specs = [(group, group.spec if dtype is None else replace(group.spec, dtype=dtype)) for group in groups]
+    return sum(replace(group, spec=spec).bytes_per_block(config.tokens_per_block) for group, spec in specs)

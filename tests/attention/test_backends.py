@@ -74,9 +74,7 @@ def test_a_backend_reads_a_cache_of_8_bits(name: str, case: AttentionCase, dtype
     expected = dense_attention(case, case.need(DTYPE_NAMES[dtype], kv_dtype), step)
     got = backend.forward(step.q, step.kv_cache, step.metadata, 0, step.kv_scale)
     assert got.dtype == dtype
-    torch.testing.assert_close(
-        got[: len(expected)].double().cpu(), expected, rtol=0, atol=QUANTIZED_TOLERANCE[dtype]
-    )
+    torch.testing.assert_close(got[: len(expected)].double().cpu(), expected, rtol=0, atol=QUANTIZED_TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -31,10 +31,10 @@ def test_auto_passes_over_what_cannot_serve() -> None:
 
 
 def test_a_named_backend_that_cannot_serve_gives_every_reason() -> None:
-    need = replace(NEED, head_dim=512, kv_dtype="fp8")
+    need = replace(NEED, head_dim=512, kv_dtype="fp4")
     with pytest.raises(ConfigError) as raised:
         choose_backend(need, "cpu", "TRITON")
-    for reason in ("TRITON: runs on cuda, not on cpu", "head_dim 512 is over 256", "kv_cache_config.dtype fp8"):
+    for reason in ("TRITON: runs on cuda, not on cpu", "head_dim 512 is over 256", "kv_cache_config.dtype fp4"):
         assert reason in raised.value.message
 
 

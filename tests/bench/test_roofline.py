@@ -97,9 +97,9 @@ def test_an_unmeasured_dtype_counts_at_the_nearest_rate() -> None:
 
 def test_the_caches_dtype_comes_from_its_bytes() -> None:
     source = ModelSource("hf", None, "x", "x")  # type: ignore[arg-type]
-    for dtype_bytes in (4, 2, 1):
-        shape = shape_of(QWEN3_8B, source, "bfloat16", QWEN3_8B.kv_bytes_per_token(dtype_bytes))
-        assert shape.kv_bytes == dtype_bytes
+    for dtype, num_bytes in (("float32", 4), ("bfloat16", 2), ("fp8", 1), ("int8", 130 / 128)):
+        shape = shape_of(QWEN3_8B, source, "bfloat16", QWEN3_8B.kv_bytes_per_token(dtype))
+        assert shape.kv_bytes == num_bytes
     assert shape_of(QWEN3_8B, source, "bfloat16", None).kv_bytes == 2
 
 
