@@ -22,7 +22,12 @@ ENGINE = """
     tokenizer skip_tokenizer_init chat_template served_model_name revision trust_remote_code load_format
     generation_config seed max_batch_size max_num_tokens max_seq_len enable_chunked_prefill kv_cache_config
     kv_cache_config.enable_block_reuse kv_cache_config.free_gpu_memory_fraction kv_cache_config.max_tokens
-    kv_cache_config.dtype kv_cache_config.tokens_per_block scheduler_config
+    kv_cache_config.dtype kv_cache_config.tokens_per_block kv_cache_config.event_buffer_max_size
+    kv_cache_config.kv_events_config kv_cache_config.kv_events_config.enable_kv_cache_events
+    kv_cache_config.kv_events_config.publisher kv_cache_config.kv_events_config.endpoint
+    kv_cache_config.kv_events_config.replay_endpoint kv_cache_config.kv_events_config.buffer_steps
+    kv_cache_config.kv_events_config.hwm kv_cache_config.kv_events_config.max_queue_size
+    kv_cache_config.kv_events_config.topic scheduler_config
     scheduler_config.capacity_scheduler_policy scheduler_config.max_prefill_tokens scheduler_config.watermark
     scheduler_config.waiting_queue_policy device dtype num_threads attn_backend deterministic
     disable_overlap_scheduler cuda_graph_config cuda_graph_config.batch_sizes cuda_graph_config.max_batch_size

@@ -3,15 +3,44 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from headrace.config.base import Common, Config, Count, Share
+from headrace.config.base import Beta, Common, Config, Count, Share
 from headrace.config.dtype import plain_dtype
 
 KvDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"],
     BeforeValidator(plain_dtype),
 ]
+
+
+class KvEventsConfig(Config):
+    """KV cache event stream"""
+
+    enable_kv_cache_events: bool = False
+    """Push KV cache events, with the tokens of the blocks, to whoever connects to `endpoint`."""
+    publisher: Literal["zmq", "null"] = "zmq"
+    """zmq: a PUB socket; null: none."""
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """ZMQ address to bind; `tcp://*:5557` is every interface, and there are no keys on this port."""
+    replay_endpoint: str | None = None
+    """ZMQ address to bind for subscribers that missed something (a ROUTER socket); none: they cannot ask."""
+    buffer_steps: Count = 10_000
+    """Batches (one a step with events) that are kept for the replay."""
+    hwm: Count = 100_000
+    """Batches that may wait for a slow subscriber; further ones are dropped for it, which the sequence numbers show."""
+    max_queue_size: Count = 100_000
+    """Batches that may wait to be sent at all; further ones are dropped for everyone."""
+    topic: str = ""
+    """First frame of every message, for subscribers to filter by."""
+
+    @model_validator(mode="after")
+    def _two_addresses(self) -> "KvEventsConfig":
+        if self.endpoint == self.replay_endpoint:
+            raise ValueError(
+                f"endpoint and replay_endpoint are both {self.endpoint}; each needs its own address."
+            )
+        return self
 
 
 class KvCacheConfig(Config):
@@ -25,9 +54,7 @@ class KvCacheConfig(Config):
         "sink_token_length": (0,),
         "cross_kv_cache_fraction": (),
         "secondary_offload_min_priority": (35,),
-        "event_buffer_max_size": (0,),
         "attention_dp_events_gather_period_ms": (5,),
-        "kv_events_config": (),
         "enable_partial_reuse": (True, False),
         "copy_on_partial_reuse": (True, False),
         "use_uvm": (False,),
@@ -50,6 +77,15 @@ class KvCacheConfig(Config):
     """How keys and values are stored; auto: as the checkpoint asks, or the model's dtype (float32 on a CPU)."""
     tokens_per_block: int = 32
     """Tokens in a block, a power of two."""
+    event_buffer_max_size: Annotated[int, Field(ge=0)] = 0
+    """KV cache events that are kept for readers (`/kv_cache_events`, `LLM.get_kv_cache_events`); 0: none."""
+    kv_events_config: Annotated[KvEventsConfig, Beta] = KvEventsConfig.model_construct()
+    """The push stream of KV cache events."""
+
+    @property
+    def pushes_events(self) -> bool:
+        """Whether there is a push stream."""
+        return self.kv_events_config.enable_kv_cache_events and self.kv_events_config.publisher == "zmq"
 
     @field_validator("tokens_per_block")
     @classmethod

@@ -6,6 +6,7 @@ from enum import Enum
 import msgspec
 
 from headrace.core.kv_cache_manager import CLOSED, BlockTable
+from headrace.core.retention import Retention
 from headrace.errors import EngineError
 
 
@@ -98,6 +99,7 @@ class Request:
         "num_prompt_tokens",
         "priority",
         "request_id",
+        "retention",
         "row",
         "sampling",
         "status",
@@ -115,6 +117,7 @@ class Request:
         priority: int = 50,
         cache_salt: str | None = None,
         cache_marks: tuple[str, ...] = (),
+        retention: Retention | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -123,6 +126,8 @@ class Request:
         self.cache_key: tuple[str | None, ...] = (cache_salt, *cache_marks)
         """What must be equal, besides the tokens, for two requests to share KV: the user's salt, then whatever else
         changes the KV of equal tokens (an adapter, say)."""
+        self.retention = retention
+        """How long its blocks should stay cached; None: as usual."""
 
         self.status = RequestStatus.WAITING
         self.arrival = 0

@@ -13,6 +13,7 @@ and encoding, which any thread may do.
 
 import asyncio
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,10 +23,21 @@ import msgspec
 
 from headrace.config.checkpoint import load_generation_config, load_model_config
 from headrace.config.llm_args import LlmArgs
+from headrace.core.kv_events import EventPage, to_dict
 from headrace.engine.core_client import CoreClient, CoreOptions
 from headrace.engine.executor import ProgressCallback
 from headrace.engine.input_processor import InputProcessor, PreparedRequest, Prompt
-from headrace.engine.ipc import Dying, EngineInfo, GetStats, Outputs, Stats, Submit, Trace
+from headrace.engine.ipc import (
+    Dying,
+    EngineInfo,
+    GetStats,
+    KvEvents,
+    Outputs,
+    ReadEvents,
+    Stats,
+    Submit,
+    Trace,
+)
 from headrace.engine.output_processor import OutputProcessor, RequestState
 from headrace.engine.progress import ProgressBars
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
@@ -38,6 +50,10 @@ from headrace.utils.phases import Phases
 
 logger = get_logger(__name__)
 T = TypeVar("T")
+
+EVENTS_PER_READ = 1000
+EVENTS_POLL_S = 0.05
+"""Between two looks of one who waits for KV cache events."""
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -181,8 +197,10 @@ class AsyncLLM:
         self._inputs: InputProcessor | None = None
         self._outputs = OutputProcessor()
         self._receiver: asyncio.Task[None] | None = None
-        self._stats_calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
+        self._next_event = 0
+        self._reads_events = asyncio.Lock()
         self._death_callbacks: list[Callable[[str], None]] = []
         self._dead_reason: str | None = None
         self._stopping = False
@@ -343,7 +361,7 @@ class AsyncLLM:
         Raises:
             EngineDeadError: the engine is gone.
         """
-        values = await self._ask(GetStats)
+        values: dict[str, Any] = await self._ask(GetStats)
         mine = {"num_requests": self._outputs.num_requests, "num_finished_requests": dict(self._outputs.num_finished)}
         return {**values, "front_end": mine}
 
@@ -356,24 +374,68 @@ class AsyncLLM:
             EngineDeadError: the engine is gone.
             EngineError: a trace is running already.
         """
-        values = await self._ask(lambda call_id: Trace(call_id, num_steps))
+        values: dict[str, Any] = await self._ask(lambda call_id: Trace(call_id, num_steps))
         if "error" in values:
             raise EngineError(f"The engine did not trace: {values['error']}.")
         return values
 
-    async def _ask(self, make: Callable[[int], GetStats | Trace]) -> dict[str, Any]:
+    async def read_kv_cache_events(self, since: int = 0, limit: int = EVENTS_PER_READ) -> EventPage:
+        """KV cache events from the one with id `since` on, at most `limit`. Reading consumes nothing.
+
+        Raises:
+            RequestError: `kv_cache_config.event_buffer_max_size` is 0, `since` is no event's id, a bad limit.
+            EngineDeadError: the engine is gone.
+        """
+        answer: KvEvents = await self._ask(lambda call_id: ReadEvents(call_id, since, limit))
+        if answer.page is None:
+            raise RequestError(answer.error, param=answer.param)
+        return answer.page
+
+    async def get_kv_cache_events(self, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The KV cache events that this object has not given yet, in TensorRT-LLM's schema.
+
+        Other readers miss nothing by it. Events that were overwritten before they could be read are missing from the
+        `event_id`s, and a warning says how many.
+
+        Args:
+            timeout: seconds to wait for one where there is none; None: do not wait.
+
+        Raises:
+            RequestError: `kv_cache_config.event_buffer_max_size` is 0.
+            EngineDeadError: the engine is gone.
+        """
+        deadline = time.monotonic() + (timeout or 0.0)
+        found: list[dict[str, Any]] = []
+        async with self._reads_events:
+            while True:
+                page = await self.read_kv_cache_events(self._next_event)
+                self._next_event = page.next
+                found += [to_dict(event) for event in page.events]
+                if page.lost:
+                    logger.warning(
+                        "%d KV cache events were overwritten before they were read; raise "
+                        "kv_cache_config.event_buffer_max_size or read more often.",
+                        page.lost,
+                    )
+                left = deadline - time.monotonic()
+                if not page.events and (found or left <= 0):
+                    return found
+                if not page.events:
+                    await asyncio.sleep(min(EVENTS_POLL_S, left))
+
+    async def _ask(self, make: Callable[[int], GetStats | ReadEvents | Trace]) -> Any:
         """Send a question to the core and wait for its answer. make: call id -> message."""
         self._check_alive()
         assert self._client is not None
         self._num_calls += 1
         call_id = self._num_calls
-        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._stats_calls[call_id] = answer
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._calls[call_id] = answer
         self._client.send(make(call_id))
         try:
             return await answer
         finally:
-            self._stats_calls.pop(call_id, None)
+            self._calls.pop(call_id, None)
 
     async def check_health(self, timeout_s: float = 10.0) -> None:
         """Return when the core's loop has answered.
@@ -443,10 +505,10 @@ class AsyncLLM:
                     if isinstance(message, Outputs):
                         for reply in self._outputs.process(message.deltas):
                             client.send(reply)
-                    elif isinstance(message, Stats):
-                        answer = self._stats_calls.get(message.call_id)
+                    elif isinstance(message, Stats | KvEvents):
+                        answer = self._calls.get(message.call_id)
                         if answer is not None and not answer.done():
-                            answer.set_result(message.values)
+                            answer.set_result(message.values if isinstance(message, Stats) else message)
                     elif isinstance(message, Dying):
                         self._die(message.reason)
         except asyncio.CancelledError:
@@ -463,7 +525,7 @@ class AsyncLLM:
         self._dead_reason = reason
         error = EngineDeadError(f"The engine is gone: {reason}.")
         self._outputs.fail_all(error)
-        for answer in self._stats_calls.values():
+        for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(error)
         # A start that fails or is given up says so itself.

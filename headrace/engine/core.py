@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from headrace.core.kv_events import NOT_KEPT, EventLog, EventPage
 from headrace.core.output import RequestDelta, SchedulerOutput
 from headrace.core.request import Request
 from headrace.core.scheduler import Scheduler
@@ -30,7 +31,9 @@ from headrace.engine.ipc import (
     GetStats,
     Goodbye,
     Hello,
+    KvEvents,
     Outputs,
+    ReadEvents,
     Ready,
     Stats,
     Submit,
@@ -41,7 +44,7 @@ from headrace.engine.ipc import (
 )
 from headrace.engine.step_times import StepTimes
 from headrace.engine.step_trace import StepTrace
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, RequestError
 from headrace.logger import get_logger
 
 logger = get_logger(__name__)
@@ -50,14 +53,18 @@ logger = get_logger(__name__)
 class EngineCore:
     """Scheduler and executor, and the plans that are launched and not yet reconciled."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, num_plans_in_flight: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, num_plans_in_flight: int, events: EventLog | None = None
+    ) -> None:
         """
         Args:
             num_plans_in_flight: how far the host may run ahead of the device, in plans; 1 waits for each.
+            events: the log that the scheduler's cache writes to; None: it writes none.
         """
         self.scheduler = scheduler
         self.executor = executor
         self.num_plans_in_flight = num_plans_in_flight
+        self.events = events
         self.num_reconciled_steps = 0
         self.times = StepTimes()
         self._launched: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
@@ -118,6 +125,7 @@ class EngineCore:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 cache_marks=request.cache_marks,
+                retention=request.retention,
             )
         )
 
@@ -132,11 +140,23 @@ class EngineCore:
     def stats(self) -> dict[str, Any]:
         """Counters of the scheduler, as plain data."""
         values: dict[str, Any] = msgspec.to_builtins(self.scheduler.stats())
+        totals = values["totals"]
+        values["cache_hit_rate"] = totals["num_prefix_hit_tokens"] / max(1, totals["num_prefix_query_tokens"])
         values["num_plans_in_flight"] = len(self._launched)
         values["num_reconciled_steps"] = self.num_reconciled_steps
         values["step_times_s"] = dict(self.times.seconds)
         values["memory"] = self.executor.memory()
         return values
+
+    def read_events(self, since: int, limit: int) -> EventPage:
+        """KV cache events from the one with id `since` on.
+
+        Raises:
+            RequestError: none are kept, or there is no such id.
+        """
+        if self.events is None:
+            raise RequestError(NOT_KEPT)
+        return self.events.read(since, limit)
 
 
 class CoreLoop:
@@ -193,6 +213,8 @@ class CoreLoop:
             deltas = step()
             if deltas:
                 self._give(deltas)
+            if core.events is not None:
+                core.events.flush()
             core.times.end_of("front_ends")
             if self._trace is not None and self._trace.after_step(core.num_reconciled_steps, core.has_work):
                 self._trace = None
@@ -232,6 +254,8 @@ class CoreLoop:
             values = self._core.stats()
             values |= {"num_front_ends": len(self._front_ends), "has_idle_work": not self._idle.is_done}
             self._send(identity, [Stats(message.call_id, values)])
+        elif isinstance(message, ReadEvents):
+            self._read_events(identity, message)
         elif isinstance(message, Trace):
             self._begin_trace(identity, message)
         elif isinstance(message, Hello):
@@ -239,6 +263,13 @@ class CoreLoop:
             self._send(identity, [Ready(msgspec.structs.replace(self._info, front_end=self._num_joined))])
         elif isinstance(message, Goodbye):
             self._forget(identity)
+
+    def _read_events(self, identity: bytes, message: ReadEvents) -> None:
+        try:
+            answer = KvEvents(message.call_id, self._core.read_events(message.since, message.limit))
+        except RequestError as error:
+            answer = KvEvents(message.call_id, error=error.message, param=error.param)
+        self._send(identity, [answer])
 
     def _begin_trace(self, identity: bytes, message: Trace) -> None:
         def answer(values: dict[str, Any]) -> None:

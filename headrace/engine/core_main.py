@@ -26,11 +26,13 @@ import zmq
 from headrace.config.checkpoint import load_model_config
 from headrace.config.llm_args import LlmArgs
 from headrace.config.resolve import ResolvedConfig, resolve
+from headrace.core.kv_events import EventLog
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import CoreLoop, EngineCore
 from headrace.engine.executor import Executor, WorkerInfo, load_by_name
 from headrace.engine.garbage import IdleCollector
 from headrace.engine.ipc import EngineInfo, Failed, Progress, Ready, StartCore, receive_life, send_life
+from headrace.engine.kv_event_stream import KvEventStream
 from headrace.errors import HeadraceError, ModelLoadError
 from headrace.logger import get_logger, set_process_name
 from headrace.utils.cache import kernel_cache
@@ -72,6 +74,7 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
     context = zmq.Context()
     executor: Executor | None = None
     loop: CoreLoop | None = None
+    stream: KvEventStream | None = None
     try:
         requests = context.socket(zmq.ROUTER)
         requests.setsockopt(zmq.LINGER, 200)
@@ -92,6 +95,9 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
             logger.info("%s", note)
         if config.device == "cuda":
             _keep_kernels(start)
+        kv_config = args.kv_cache_config
+        # First, as an address that cannot be had should not cost a load to find out.
+        stream = KvEventStream(kv_config.kv_events_config) if kv_config.pushes_events else None
         executor = make_executor(config, source, start.worker)
         phases.end_of("device and settings")
         worker = _start(executor, source, _ProgressReporter(life))
@@ -101,7 +107,8 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         config = dataclasses.replace(config, max_seq_len=worker.max_seq_len)
         scheduler = Scheduler.from_config(config, worker.num_blocks, worker.num_groups)
         info = describe(config, source, worker, start.address, time.monotonic() - began)
-        core = EngineCore(scheduler, executor, config.num_plans_in_flight)
+        events = EventLog.from_config(kv_config, config.max_seq_len, None if stream is None else stream.publish)
+        core = EngineCore(scheduler, executor, config.num_plans_in_flight, events)
         # In a process of one's own; a thread of the user's leaves their collector alone.
         collector = IdleCollector() if start.parent_pid != os.getpid() else None
         loop = CoreLoop(core, info, requests, life, collector)
@@ -117,6 +124,8 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
     finally:
         if executor is not None:
             _quietly(executor)
+        if stream is not None:
+            stream.close()
         context.destroy(linger=200)
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.kv_events import EventPage
 from headrace.core.output import RequestDelta
 from headrace.core.request import SamplingSpec
+from headrace.core.retention import Retention
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -28,6 +30,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str | None = None
     cache_marks: tuple[str, ...] = ()
     """What else must be equal for two requests to share KV of equal tokens."""
+    retention: Retention | None = None
+    """How long its blocks should stay cached; None: as usual."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +98,15 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
+class ReadEvents(msgspec.Struct, frozen=True, tag=True):
+    """Read KV cache events; answered by `KvEvents`."""
+
+    call_id: int
+    since: int
+    """Id of the first one wanted."""
+    limit: int
+
+
 class Trace(msgspec.Struct, frozen=True, tag=True):
     """Trace the device over the next steps; answered by `Stats`, whose values are the summary."""
 
@@ -123,6 +136,16 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
     call_id: int
     values: dict[str, Any]
+
+
+class KvEvents(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReadEvents`."""
+
+    call_id: int
+    page: EventPage | None = None
+    error: str = ""
+    """Why there is no page: what is wrong with the request."""
+    param: str | None = None
 
 
 class Dying(msgspec.Struct, frozen=True, tag=True):
@@ -172,8 +195,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """Where it happened; empty for mistakes of the user."""
 
 
-ToCore = Hello | Submit | Abort | Finish | GetStats | Trace | Goodbye
-FromCore = Ready | Outputs | Stats | Dying
+ToCore = Hello | Submit | Abort | Finish | GetStats | ReadEvents | Trace | Goodbye
+FromCore = Ready | Outputs | Stats | KvEvents | Dying
 Life = StartCore | Progress | Ready | Failed
 
 encode = msgspec.msgpack.Encoder().encode

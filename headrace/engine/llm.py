@@ -179,6 +179,27 @@ class LLM:
         """The engine's counters. Reading consumes nothing."""
         return self._run(self._engine.get_stats())
 
+    def get_kv_cache_events(self, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The KV cache events that this object has not given yet (`AsyncLLM.get_kv_cache_events`).
+
+        Args:
+            timeout: seconds to wait for one where there is none; None: do not wait.
+
+        Raises:
+            RequestError: `kv_cache_config.event_buffer_max_size` is 0.
+        """
+        return self._run(self._engine.get_kv_cache_events(timeout))
+
+    async def get_kv_cache_events_async(self, timeout: float | None = None) -> AsyncIterator[dict[str, Any]]:
+        """The same one by one (`async for`), until none has come for `timeout` seconds."""
+        while True:
+            read = self._engine.get_kv_cache_events(timeout)
+            events = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(read, self._loop))
+            if not events:
+                return
+            for event in events:
+                yield event
+
     def shutdown(self) -> None:
         """Stop the engine and free its memory. Any number of times."""
         if self._loop.is_closed() or self._pid != os.getpid():
