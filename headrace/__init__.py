@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
     from headrace.engine.llm import LLM
     from headrace.errors import HeadraceError
+    from headrace.kv_cache_retention import KvCacheRetentionConfig
     from headrace.outputs import CompletionOutput, Logprob, RequestOutput
     from headrace.sampling_params import SamplingParams
 
@@ -27,6 +28,7 @@ __all__ = [
     "CudaGraphConfig",
     "HeadraceError",
     "KvCacheConfig",
+    "KvCacheRetentionConfig",
     "LlmArgs",
     "Logprob",
     "RequestOutput",
@@ -40,6 +42,7 @@ _HOME = {
     "AsyncLLM": "headrace.engine.async_llm",
     "LlmArgs": "headrace.config.llm_args",
     "KvCacheConfig": "headrace.config.cache",
+    "KvCacheRetentionConfig": "headrace.kv_cache_retention",
     "CudaGraphConfig": "headrace.config.execution",
     "SchedulerConfig": "headrace.config.scheduler",
     "SamplingParams": "headrace.sampling_params",

@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LEVEL = {
     "errors": -1, "envs": -1, "logger": -1, "utils": 0,
-    "config": 1, "sampling_params": 1, "outputs": 1,
+    "config": 1, "sampling_params": 1, "kv_cache_retention": 1, "outputs": 1,
     "core": 2, "structured": 2, "parsers": 2, "kernels": 2, "distributed": 2,
     "attention": 3, "quantization": 3,
     "layers": 4,
@@ -27,7 +27,8 @@ LEVEL = {
     "cli": 10, "integrations": 10,
 }  # fmt: skip
 TORCH_FREE = {
-    "utils", "errors", "envs", "logger", "config", "sampling_params", "outputs", "core", "structured", "parsers",
+    "utils", "errors", "envs", "logger", "config", "sampling_params", "kv_cache_retention", "outputs", "core",
+    "structured", "parsers",
     "engine", "server", "bench", "cli",
 }  # fmt: skip
 # An optional dependency is imported by its adapter alone.

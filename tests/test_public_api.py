@@ -14,8 +14,8 @@ from headrace.server.openai.protocol.completions import CompletionRequest
 from headrace.server.openai.protocol.generation import GenerationRequest
 
 NAMES = """
-    LLM AsyncLLM CompletionOutput CudaGraphConfig HeadraceError KvCacheConfig LlmArgs Logprob RequestOutput
-    SamplingParams SchedulerConfig __version__
+    LLM AsyncLLM CompletionOutput CudaGraphConfig HeadraceError KvCacheConfig KvCacheRetentionConfig LlmArgs Logprob
+    RequestOutput SamplingParams SchedulerConfig __version__
 """
 
 ENGINE = """

@@ -37,9 +37,7 @@ class KvEventsConfig(Config):
     @model_validator(mode="after")
     def _two_addresses(self) -> "KvEventsConfig":
         if self.endpoint == self.replay_endpoint:
-            raise ValueError(
-                f"endpoint and replay_endpoint are both {self.endpoint}; each needs its own address."
-            )
+            raise ValueError(f"endpoint and replay_endpoint are both {self.endpoint}; each needs its own address.")
         return self
 
 

@@ -22,7 +22,8 @@ class ServerConfig(Config):
     api_key_file: str | None = None
     """File with one such key a line."""
     admin_key: Annotated[tuple[str, ...], Hint(secret=True)] = ()
-    """Key for `/server_info` and, to come, the routes that change the server; without one they take an `api_key`."""
+    """Key for `/server_info`, `/kv_cache_events` and, to come, the routes that change the server; without one they take
+    an `api_key`."""
     admin_key_file: str | None = None
     """File with one admin key a line."""
     max_body_bytes: Count = 32 * 1024 * 1024

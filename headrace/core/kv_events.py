@@ -2,8 +2,8 @@
 """What happens to cached KV blocks, as numbered events that any number of readers follow.
 
 The cache says what it does (`created`, `stored`, `removed`, `updated`); the loop calls `flush` once a step. Events lie
-in a ring of `event_buffer_max_size`, which readers walk with a cursor of their own, and go to a `sink`, the push stream.
-What costs something, spelling them out, is left to the readers: `to_dict` gives TensorRT-LLM's schema.
+in a ring of `event_buffer_max_size`, which each reader walks with a cursor of its own, and go to a `sink`, the push
+stream. What costs something, spelling them out, is left to the readers: `to_dict` gives TensorRT-LLM's schema.
 """
 
 import uuid

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a request's blocks should stay in the prefix cache: `KvCacheRetentionConfig` in plain numbers."""
 
+from bisect import bisect_right
+
 import msgspec
 
-DEFAULT_PRIORITY = 35
-"""Of blocks for which nobody asks for another; 0 is evicted first, 100 last."""
+from headrace.kv_cache_retention import DEFAULT_PRIORITY as DEFAULT_PRIORITY
 
 PriorityAndDuration = tuple[int, int | None]
 """A priority, and the milliseconds after which it falls back to `DEFAULT_PRIORITY`; None: never."""
@@ -26,7 +27,9 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
         """
         if first_token >= num_prompt_tokens:
             return self.decode_priority, self.decode_duration_ms
-        for start, end, priority, duration_ms in self.ranges:
-            if start <= first_token < end:
+        place = bisect_right(self.ranges, first_token, key=lambda each: each[0])
+        if place:
+            _, end, priority, duration_ms = self.ranges[place - 1]
+            if first_token < end:
                 return priority, duration_ms
         return DEFAULT_PRIORITY, None

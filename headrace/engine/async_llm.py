@@ -42,6 +42,7 @@ from headrace.engine.output_processor import OutputProcessor, RequestState
 from headrace.engine.progress import ProgressBars
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import EngineDeadError, EngineError, RequestError
+from headrace.kv_cache_retention import KvCacheRetentionConfig
 from headrace.logger import get_logger
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
@@ -284,6 +285,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | Mapping[str, Any] | None = None,
         cumulative: bool = True,
     ) -> RequestStream:
         """Validate a request and return the stream of its outputs; it is submitted when first read.
@@ -297,10 +299,11 @@ class AsyncLLM:
             request_id: name for logs and `abort`; made up when absent; must not be in use.
             priority: 0 to 100, larger first; overrides `sampling_params.priority`.
             cache_salt: requests share cached prefixes only with requests of the same salt.
+            kv_cache_retention_config: how long its blocks should stay in the prefix cache; or its fields as a dict.
             cumulative: False: outputs on the way hold only what is new, which costs a long answer less.
 
         Raises:
-            RequestError: an empty prompt, token ids out of the vocabulary, a bad setting.
+            RequestError: an empty prompt, token ids out of the vocabulary, a bad setting, a range outside the prompt.
             ContextLengthError: prompt, or prompt and max_tokens, over `max_seq_len`.
             EngineDeadError: the engine is gone.
         """
@@ -311,8 +314,16 @@ class AsyncLLM:
             raise RequestError(f"request_id {request_id!r} is in use; choose another.", param="request_id")
         if not isinstance(sampling_params, SamplingParams):
             sampling_params = SamplingParams(**(sampling_params or {}))
+        retention = kv_cache_retention_config
+        if isinstance(retention, Mapping):
+            retention = KvCacheRetentionConfig(**retention)
         prepared = self._inputs.prepare(
-            prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            retention=retention,
         )
         return RequestStream(self, prepared, cumulative)
 

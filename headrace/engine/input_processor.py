@@ -12,9 +12,12 @@ from typing import Any
 
 from headrace.config.model import ModelConfig
 from headrace.core.request import SamplingSpec
+from headrace.core.retention import Retention
 from headrace.engine.ipc import EngineRequest
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ContextLengthError, RequestError
+from headrace.kv_cache_retention import NAME as RETENTION
+from headrace.kv_cache_retention import KvCacheRetentionConfig, shown
 from headrace.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -80,6 +83,7 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        retention: KvCacheRetentionConfig | None = None,
     ) -> PreparedRequest:
         """Check a request and fill in every default.
 
@@ -98,6 +102,7 @@ class InputProcessor:
         spec = self._spec(params, len(ids))
         if priority is not None and not 0 <= priority <= 100:
             raise RequestError(f"priority must be from 0 to 100, but is {priority}.", param="priority")
+        resolved_retention = None if retention is None else resolve_retention(retention, len(ids))
         unique = f"{self._name}-{next(self._numbers)}"
         choices = [
             EngineRequest(
@@ -107,6 +112,7 @@ class InputProcessor:
                 priority=params.priority if priority is None else priority,
                 cache_salt=cache_salt,
                 cache_marks=self._cache_marks(ids),
+                retention=resolved_retention,
             )
             for choice in range(params.n)
         ]
@@ -219,6 +225,25 @@ class _SpecMaker:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
+
+
+def resolve_retention(config: KvCacheRetentionConfig, num_prompt_tokens: int) -> Retention:
+    """A prompt's retention in plain numbers.
+
+    Raises:
+        RequestError: a range outside the prompt.
+    """
+    ranges = []
+    for each in config.ordered:
+        end = num_prompt_tokens if each.token_end is None else each.token_end
+        if end > num_prompt_tokens or each.token_start >= end:
+            raise RequestError(
+                f"{RETENTION} has the range {shown(each)}, and the prompt has {num_prompt_tokens} tokens: token_start "
+                f"may be up to {num_prompt_tokens - 1}, token_end up to {num_prompt_tokens} (none: its end).",
+                param=RETENTION,
+            )
+        ranges.append((each.token_start, end, each.priority, each.duration_ms))
+    return Retention(ranges, config.decode_retention_priority, config.decode_duration_ms)
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:

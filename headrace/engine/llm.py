@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -27,11 +28,13 @@ from headrace.engine.input_processor import Prompt
 from headrace.engine.ipc import EngineInfo
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import RequestError
+from headrace.kv_cache_retention import KvCacheRetentionConfig
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
 
 T = TypeVar("T")
 Sampling = SamplingParams | Mapping[str, Any]
+Retention = KvCacheRetentionConfig | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 SUBMIT_EVERY = 64
@@ -90,6 +93,9 @@ class LLM:
         inputs: str | list[int] | Mapping[str, Any],
         sampling_params: Sampling | None = None,
         use_tqdm: bool = True,
+        *,
+        kv_cache_retention_config: Retention | None = None,
+        cache_salt: str | None = None,
     ) -> RequestOutput: ...
     @overload
     def generate(
@@ -97,12 +103,18 @@ class LLM:
         inputs: Sequence[str] | Sequence[list[int]] | Sequence[Mapping[str, Any]],
         sampling_params: Sampling | Sequence[Sampling] | None = None,
         use_tqdm: bool = True,
+        *,
+        kv_cache_retention_config: Retention | Sequence[Retention] | None = None,
+        cache_salt: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]: ...
     def generate(
         self,
         inputs: Any,
         sampling_params: Sampling | Sequence[Sampling] | None = None,
         use_tqdm: bool = True,
+        *,
+        kv_cache_retention_config: Retention | Sequence[Retention] | None = None,
+        cache_salt: str | Sequence[str] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Complete one prompt, or a list of prompts in the order given.
 
@@ -110,14 +122,18 @@ class LLM:
             inputs: text, token ids or a dict as `AsyncLLM.generate` takes it; or a list of these.
             sampling_params: for all, or a list with one for each.
             use_tqdm: show a progress bar on stderr for lists (TensorRT-LLM's name).
+            kv_cache_retention_config: how long their blocks should stay cached; for all, or one for each.
+            cache_salt: prompts share cached prefixes only under the same salt; for all, or one for each.
 
         Raises:
             RequestError, ContextLengthError: a prompt that cannot run; then none does.
             EngineDeadError: the engine is gone.
         """
-        if _is_one(inputs):
-            return self._complete([inputs], [_one_sampling(sampling_params)], False)[0]
-        return self._complete(list(inputs), _one_each(sampling_params, len(inputs)), use_tqdm)
+        is_one = _is_one(inputs)
+        prompts = [inputs] if is_one else list(inputs)
+        options = _options(len(prompts), sampling_params, kv_cache_retention_config, cache_salt)
+        outputs = self._complete(prompts, options, use_tqdm and not is_one)
+        return outputs[0] if is_one else outputs
 
     def generate_async(
         self,
@@ -128,6 +144,7 @@ class LLM:
         request_id: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        kv_cache_retention_config: Retention | None = None,
     ) -> "RequestHandle":
         """Submit one prompt and return at once.
 
@@ -138,7 +155,12 @@ class LLM:
             RequestError, ContextLengthError, EngineDeadError: as `AsyncLLM.generate`.
         """
         stream = self._engine.generate(
-            inputs, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            inputs,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            kv_cache_retention_config=kv_cache_retention_config,
         )
         self._loop.call_soon_threadsafe(stream.submit)
         return RequestHandle(stream, self._loop, streaming)
@@ -153,6 +175,8 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        kv_cache_retention_config: Retention | Sequence[Retention] | None = None,
+        cache_salt: str | Sequence[str] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a chat, or a list of chats: messages through the model's chat template, then `generate`.
 
@@ -171,9 +195,9 @@ class LLM:
             )
             for chat in chats
         ]
-        if is_one:
-            return self._complete(prompts, [_one_sampling(sampling_params)], False)[0]
-        return self._complete(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
+        options = _options(len(prompts), sampling_params, kv_cache_retention_config, cache_salt)
+        outputs = self._complete(prompts, options, use_tqdm and not is_one)
+        return outputs[0] if is_one else outputs
 
     def get_stats(self) -> dict[str, Any]:
         """The engine's counters. Reading consumes nothing."""
@@ -237,16 +261,17 @@ class LLM:
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _complete(
-        self, prompts: list[Any], params: Sequence[Sampling | None], shows_progress: bool
-    ) -> list[RequestOutput]:
-        """Run prompts together; outputs in their order. One that cannot run takes the others down with it."""
+    def _complete(self, prompts: list[Any], options: list[dict[str, Any]], shows_progress: bool) -> list[RequestOutput]:
+        """Run prompts together; outputs in their order. One that cannot run takes the others down with it.
+
+        options: of each prompt, what `AsyncLLM.generate` takes by name.
+        """
         streams: list[RequestStream] = []
         waiting: list[Future[list[RequestOutput]]] = []
         with _Bar(len(prompts), shows_progress) as bar:
             try:
-                for prompt, one in zip(prompts, params, strict=True):
-                    streams.append(self._engine.generate(prompt, one))
+                for prompt, its_options in zip(prompts, options, strict=True):
+                    streams.append(self._engine.generate(prompt, **its_options))
                     if len(streams) % SUBMIT_EVERY == 0:
                         waiting.append(self._submit(streams[-SUBMIT_EVERY:], bar))
                 rest = len(streams) % SUBMIT_EVERY
@@ -382,13 +407,25 @@ def _is_one(inputs: Any) -> bool:
     return len(inputs) > 0 and isinstance(inputs[0], int)
 
 
-def _one_sampling(params: Sampling | Sequence[Sampling] | None) -> Sampling | None:
-    return _one_each(params, 1)[0]
+def _options(
+    count: int,
+    sampling_params: Sampling | Sequence[Sampling] | None,
+    retention: Retention | Sequence[Retention] | None,
+    cache_salt: str | Sequence[str] | None,
+) -> list[dict[str, Any]]:
+    """What each of `count` prompts is asked with, by the names of `AsyncLLM.generate`."""
+    given = {
+        "sampling_params": _one_each("sampling_params", sampling_params, count),
+        "kv_cache_retention_config": _one_each("kv_cache_retention_config", retention, count),
+        "cache_salt": _one_each("cache_salt", cache_salt, count),
+    }
+    return [{name: values[index] for name, values in given.items()} for index in range(count)]
 
 
-def _one_each(params: Sampling | Sequence[Sampling] | None, count: int) -> Sequence[Sampling | None]:
-    if params is None or isinstance(params, (SamplingParams, Mapping)):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"There are {count} prompts and {len(params)} sampling_params; give one, or one for each.")
-    return params
+def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
+    """`value` for each of `count` prompts, where it is not a list with one for each."""
+    if value is None or isinstance(value, (str, Mapping, BaseModel)):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"There are {count} prompts and {len(value)} {name}; give one, or one for each.", param=name)
+    return list(value)

@@ -26,7 +26,8 @@ from headrace.server.openai.protocol.errors import (
 logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({"/health"})
-ADMIN_PATHS = frozenset({"/server_info"})
+# They show what other clients ask: settings and paths, and the tokens of cached prompts.
+ADMIN_PATHS = frozenset({"/server_info", "/kv_cache_events"})
 # Answered in every phase: the first says which phase it is, the second does not need the engine.
 PHASELESS_PATHS = frozenset({"/health", "/version"})
 MAX_DISCARD_FACTOR = 8

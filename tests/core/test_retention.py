@@ -24,6 +24,10 @@ def test_the_first_token_of_a_block_decides(first_token: int, wanted: tuple[int,
     assert RETENTION.of_block(first_token, 135) == wanted
 
 
+def test_a_block_before_the_first_range_is_in_none() -> None:
+    assert Retention([(64, 96, 90, None)]).of_block(32, 128) == (35, None)
+
+
 def test_without_a_wish_blocks_have_the_usual_priority() -> None:
     assert Retention().of_block(0, 10) == Retention().of_block(32, 10) == (35, None)
 

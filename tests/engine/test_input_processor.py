@@ -10,9 +10,11 @@ from tiny_model import CONFIG, EOS
 
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
+from headrace.core.retention import Retention
 from headrace.engine.input_processor import InputProcessor, default_sampling
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ContextLengthError, RequestError
+from headrace.kv_cache_retention import KvCacheRetentionConfig
 from headrace.sampling_params import SamplingParams
 from headrace.utils.hub import ModelSource
 
@@ -154,3 +156,34 @@ def test_long_rope_keeps_long_prompts_apart_in_the_cache(make: Make) -> None:
     processor = make(rope_scaling=rope, original_max_position_embeddings=16)
     assert processor.prepare("x" * 16, SamplingParams()).choices[0].cache_marks == ()
     assert processor.prepare("x" * 17, SamplingParams()).choices[0].cache_marks == ("longrope",)
+
+
+def retention_of(processor: InputProcessor, *ranges: Any, **fields: Any) -> Any:
+    """Of a prompt of six tokens."""
+    config = KvCacheRetentionConfig([{"priority": 80, **each} for each in ranges], **fields)
+    prepared = processor.prepare([1, 2, 3, 4, 5, 6], SamplingParams(n=2), retention=config)
+    first, second = (choice.retention for choice in prepared.choices)
+    assert first == second
+    return first
+
+
+def test_retention_is_plain_numbers_in_the_order_of_the_prompt(make: Make) -> None:
+    open_end, first = {"token_start": 4, "duration_ms": 9}, {"token_start": 0, "token_end": 4, "priority": 7}
+    found = retention_of(make(), open_end, first, decode_retention_priority=3, decode_duration_ms=8)
+    assert found == Retention([(0, 4, 7, None), (4, 6, 80, 9)], 3, 8)
+    assert retention_of(make(), {"token_start": 0, "token_end": 6}).ranges == [(0, 6, 80, None)]
+    assert make().prepare("abc", SamplingParams()).choices[0].retention is None
+
+
+@pytest.mark.parametrize(
+    ("outside", "words"),
+    [
+        ({"token_start": 0, "token_end": 7}, "the range 0 to 7, and the prompt has 6 tokens"),
+        ({"token_start": 6}, "the range 6 to the end, and the prompt has 6 tokens: token_start may be up to 5"),
+        ({"token_start": 2**60}, "and the prompt has 6 tokens"),
+    ],
+)
+def test_a_range_outside_the_prompt_is_refused(make: Make, outside: dict[str, int], words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        retention_of(make(), outside)
+    assert caught.value.param == "kv_cache_retention_config"

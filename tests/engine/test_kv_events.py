@@ -13,10 +13,14 @@ from headrace.config.cache import KvCacheConfig
 from headrace.config.llm_args import LlmArgs
 from headrace.core.block_hash import as_int, chain
 from headrace.core.kv_events import Block, EventLog, Sink, to_dict
+from headrace.core.request import Request
+from headrace.core.retention import Retention
+from headrace.core.scheduler import Scheduler
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.core_client import CoreOptions
 from headrace.engine.llm import LLM
 from headrace.errors import ConfigError, RequestError
+from headrace.kv_cache_retention import KvCacheRetentionConfig
 
 HASHES = chain((None,), range(64), 4)
 
@@ -208,3 +212,41 @@ def test_the_hit_rate_is_in_the_statistics(
             assert (await llm.get_stats())["cache_hit_rate"] == 96 / 256
 
     run(go())
+
+
+def test_retention_and_salt_reach_the_core_with_each_prompt(
+    model_folder: Path, core_options: Callable[..., CoreOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CoreOptions, "from_environment", lambda: core_options(in_process=True))
+    taken: list[Request] = []
+    add = Scheduler.add_request
+
+    def note(scheduler: Scheduler, request: Request) -> None:
+        taken.append(request)
+        add(scheduler, request)
+
+    monkeypatch.setattr(Scheduler, "add_request", note)
+    params = {"max_tokens": 1}
+    wish = KvCacheRetentionConfig(decode_retention_priority=90, decode_duration_ms=7)
+    wanted = Retention([], 90, 7)
+    other = {"token_range_retention_configs": [{"token_start": 0, "token_end": 2, "priority": 9}]}
+    with LLM(str(model_folder), load_format="dummy") as llm:
+        llm.generate(["abc", "def"], params, kv_cache_retention_config=[wish, other], cache_salt=["s", "t"])
+        llm.generate("abc", params, kv_cache_retention_config=wish, cache_salt="s")
+        llm.generate_async("abc", params, kv_cache_retention_config=wish).result(10)
+        llm.chat([{"role": "user", "content": "hi"}], params, kv_cache_retention_config=wish, cache_salt="s")
+        llm.generate(["abc", "def"], params)
+        with pytest.raises(RequestError, match="2 prompts and 3 cache_salt; give one, or one for each"):
+            llm.generate(["abc", "def"], params, cache_salt=["a", "b", "c"])
+        with pytest.raises(RequestError, match="decode_retention_priority must be from 0 to 100"):
+            llm.generate("abc", params, kv_cache_retention_config={"decode_retention_priority": 101})
+    assert [request.retention for request in taken] == [
+        wanted,
+        Retention([(0, 2, 9, None)]),
+        wanted,
+        wanted,
+        wanted,
+        None,
+        None,
+    ]
+    assert [request.cache_key[0] for request in taken] == ["s", "t", "s", None, "s", None, None]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from headrace.core.kv_events import EventLog, EventPage
 from headrace.errors import ContextLengthError, EngineDeadError, RequestError
 from headrace.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
@@ -57,6 +58,7 @@ class Call:
     request_id: str
     priority: int | None
     cache_salt: str | None
+    retention: Any
     is_submitted: bool = False
     is_closed: bool = False
     is_finished: bool = False
@@ -158,6 +160,7 @@ class FakeLLM:
             model_name="fake", max_seq_len=MAX_SEQ_LEN, vocab_size=VOCAB_SIZE, max_batch_size=4, default_sampling={}
         )
         self.calls: list[Call] = []
+        self.events = EventLog(4, 512)
         self.rendered: list[dict[str, Any]] = []
         self.render_options: dict[str, Any] = {}
         self.dead_reason: str | None = None
@@ -216,6 +219,7 @@ class FakeLLM:
         request_id: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        kv_cache_retention_config: Any = None,
         cumulative: bool = True,
     ) -> FakeStream:
         if self.dead_reason is not None:
@@ -234,9 +238,12 @@ class FakeLLM:
                 f"The prompt has {len(ids)} tokens and {wanted} are asked for; max_seq_len is {MAX_SEQ_LEN}.",
                 param="prompt",
             )
-        call = Call(ids, sampling_params, request_id or "", priority, cache_salt)
+        call = Call(ids, sampling_params, request_id or "", priority, cache_salt, kv_cache_retention_config)
         self.calls.append(call)
         return FakeStream(self, call, text)
+
+    async def read_kv_cache_events(self, since: int, limit: int) -> EventPage:
+        return self.events.read(since, limit)
 
     async def get_stats(self) -> dict[str, Any]:
         return {"num_running": len(self.running)}

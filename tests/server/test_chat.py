@@ -180,6 +180,7 @@ def test_every_optional_field_may_be_null(server):
         "guided_json",
         "echo",
         "cache_salt",
+        "kv_cache_retention_config",
         "priority",
     ]
     assert server.chat(**dict.fromkeys(names)).status_code == 200

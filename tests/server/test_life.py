@@ -24,6 +24,7 @@ ROUTES = [
     ("POST", "/detokenize"),
     ("GET", "/version"),
     ("GET", "/server_info"),
+    ("GET", "/kv_cache_events"),
     ("GET", "/health_generate"),
     ("GET", "/openapi.json"),
     ("GET", "/"),

@@ -164,6 +164,7 @@ async def open_generation(
                 request_id=f"{head.id}-{index}",
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                kv_cache_retention_config=request.kv_cache_retention_config,
                 cumulative=False,
             )
             for index, prompt in enumerate(prompts)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationInfo
 
+from headrace.kv_cache_retention import KvCacheRetentionConfig
 from headrace.server.openai.protocol.errors import UnsupportedParameterError
 
 MAX_CHOICES = 128
@@ -117,6 +118,7 @@ class GenerationRequest(RequestModel):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    kv_cache_retention_config: KvCacheRetentionConfig | None = None
     priority: Annotated[int, Field(ge=0, le=100)] | None = None
     request_id: Annotated[str, Field(max_length=128)] | None = None
     """A label of the client's; ids inside are always this server's own, so a repeated one harms nobody."""
