@@ -10,6 +10,9 @@ from torch import Tensor
 from headrace.kernels.kv_quant import is_quantized, layer_view, read_tiles, tile_size, token_scales
 from headrace.kernels.op import Case, on_cuda, op
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""What an element is copied as, by its bytes: no unit that knows its dtype is needed."""
+
 
 def copy_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     """Block sizes that are and are not multiples of a tile; a pair that does nothing."""
@@ -18,17 +21,22 @@ def copy_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
         pairs = torch.tensor([[0, 5], [3, 2], [-1, 7]], device=device)
         yield Case(f"{shape[1]}x{shape[-1]}", (arena, pairs), 4 * arena[0].nbytes)
         yield Case(f"{shape[1]}x{shape[-1]} int32", (arena.clone(), pairs.int()), 4 * arena[0].nbytes)
+        apart = torch.randn(8, 2, *shape[1:]).to(device, dtype)[:, 0]
+        yield Case(f"{shape[1]}x{shape[-1]} blocks apart", (apart, pairs), 4 * arena[0].nbytes)
+    whole = torch.arange(8 * 64, device=device).view(8, 1, 1, 1, 1, 64).to(torch.uint8).view(torch.float8_e4m3fn)
+    yield Case("fp8", (whole, pairs), 4 * whole[0].nbytes)
 
 
 @op(cases=copy_cases)
 def copy_blocks(arena: Tensor, pairs: Tensor) -> Tensor:
     """Copy blocks, all layers of each, and return the arena.
 
-    arena: [num_blocks, ...], contiguous. pairs: int32 or int64 [n, 2], (source, destination); a source of -1 does
-    nothing. No destination is a source or a destination twice.
+    arena: [num_blocks, ...], each block contiguous. pairs: int32 or int64 [n, 2], (source, destination); a source of
+    -1 does nothing. No destination is a source or a destination twice.
     """
     pairs = pairs[pairs[:, 0] >= 0]
-    arena[pairs[:, 1]] = arena[pairs[:, 0]]
+    bits = arena.view(BITS[arena.dtype.itemsize])
+    bits[pairs[:, 1]] = bits[pairs[:, 0]]
     return arena
 
 

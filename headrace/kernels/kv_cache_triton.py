@@ -6,29 +6,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.kv_cache import BITS
 from headrace.kernels.kv_quant_triton import from_fp8, kv_kind, load_scale
 
 BLOCK = 4096
 
 
 @triton.jit
-def copy_blocks_kernel(arena, pairs, block_size, BLOCK: tl.constexpr):
+def copy_blocks_kernel(arena, pairs, block_size, block_stride, BLOCK: tl.constexpr):
     pair = pairs + tl.program_id(0) * 2
     source = tl.load(pair).to(tl.int64)
     target = tl.load(pair + 1).to(tl.int64)
     if source >= 0:
         element = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = element < block_size
-        value = tl.load(arena + source * block_size + element, mask=inside)
-        tl.store(arena + target * block_size + element, value, mask=inside)
+        value = tl.load(arena + source * block_stride + element, mask=inside)
+        tl.store(arena + target * block_stride + element, value, mask=inside)
 
 
 def copy_blocks(arena: Tensor, pairs: Tensor) -> Tensor:
     """See `kernels.kv_cache.copy_blocks`."""
-    block_size = arena.stride(0)
     if pairs.shape[0]:
+        block_size = arena[0].numel()
+        bits = arena.view(BITS[arena.dtype.itemsize])
         grid = (pairs.shape[0], triton.cdiv(block_size, BLOCK))
-        copy_blocks_kernel[grid](arena, pairs, block_size, BLOCK=BLOCK, num_warps=8)
+        copy_blocks_kernel[grid](bits, pairs, block_size, arena.stride(0), BLOCK=BLOCK, num_warps=8)
     return arena
 
 

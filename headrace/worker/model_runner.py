@@ -17,6 +17,7 @@ from headrace.kernels.logprobs import gather_logprobs
 from headrace.layers.build import ForwardContext
 from headrace.logger import get_logger
 from headrace.utils.math import cdiv
+from headrace.worker.block_copies import rounds_of_copies
 from headrace.worker.graph_pool import GraphPool
 from headrace.worker.input_batch import InputBatch, PromptChunk, SamplingRows, StepBatch
 from headrace.worker.kv_cache import KVArenas
@@ -154,12 +155,13 @@ class ModelRunner:
         words = StepWords()
         self._state.stage(plan, words)
         staged = self._batch.stage(plan, words, None if self._padded is None else self._padded.size_of)
-        copies = _stage_copies(plan, words)
+        copies = [(group, words.read(pairs)) for group, pairs in rounds_of_copies(plan.cache_plan.device_copies)]
         self._uploader.send(words)
+        # Before new blocks are cleared: a block may be copied out of and taken by the same plan.
+        for group, pairs in copies:
+            self._copy_blocks(self._arenas.groups[group], words.view(pairs).view(-1, 2))
         if self._clear_new_blocks:
             self._clear(plan)
-        for group, pairs in copies.items():
-            self._copy_blocks(self._arenas.groups[group], words.view(pairs).view(-1, 2))
         if not plan.num_rows:
             return None
         if self._padded is not None and staged.size is not None:
@@ -202,12 +204,15 @@ class ModelRunner:
         return step
 
     def _clear(self, plan: SchedulerOutput) -> None:
-        """Zero the blocks that rows take with this plan; those found in the prefix cache hold what they should."""
+        """Zero the blocks that rows take with this plan; those found in the prefix cache, and those copied into, hold
+        what they should."""
+        copied = {(group, target) for group, _, target in plan.cache_plan.device_copies}
         taken: list[tuple[int, list[int]]] = [(append.group, append.block_ids) for append in plan.appended_blocks]
         for admitted in plan.admitted:
             num_cached = cdiv(admitted.num_computed_tokens, self._tokens_per_block)
             taken += [(group, ids[num_cached:]) for group, ids in enumerate(admitted.block_ids)]
-        for group, block_ids in taken:
+        for group, ids in taken:
+            block_ids = [block for block in ids if (group, block) not in copied] if copied else ids
             if block_ids:
                 arena = self._arenas.groups[group]
                 arena.index_fill_(0, torch.tensor(block_ids, device=arena.device), 0)
@@ -277,16 +282,6 @@ class ModelRunner:
                 torch.cuda.synchronize()
             except RuntimeError:
                 self._result.is_device_lost = True
-
-
-def _stage_copies(plan: SchedulerOutput, words: StepWords) -> dict[int, slice]:
-    """Stage a plan's block copies: where each group's (source, destination) pairs are in the step's words."""
-    pairs: dict[int, list[int]] = {}
-    for group, source, destination in plan.cache_plan.device_copies:
-        flat = pairs.setdefault(group, [])
-        assert destination not in flat and source not in flat[1::2], "copies of one plan do not depend on each other"
-        flat += (source, destination)
-    return {group: words.read(flat) for group, flat in pairs.items()}
 
 
 def _num_top(settings: RowSettings | None) -> int:

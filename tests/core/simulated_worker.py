@@ -118,6 +118,8 @@ class SimulatedWorker:
             table = self.rows[append.row].tables[append.group]
             assert append.start == len(table), "a block table with a hole"
             table += append.block_ids
+        for group, source, destination in plan.cache_plan.device_copies:
+            self.arena[group][destination] = list(self.arena[group][source])
         lengths = [each.num_tokens for each in plan.scheduled]
         assert lengths and len({each.row for each in plan.scheduled}) == len(lengths)
         assert lengths == [n for n in lengths if n == 1] + [n for n in lengths if n > 1], "single tokens come first"

@@ -116,7 +116,7 @@ def layer_variants() -> Iterator[Variant]:
     yield Variant(fused_add_rms_norm_kernel, {"BLOCK": 4096}, 8)
     yield Variant(gated_kernel, {"BLOCK": 1024, "IS_GELU": False})
     yield Variant(gated_kernel, {"BLOCK": 1024, "IS_GELU": True})
-    yield Variant(copy_blocks_kernel, {"BLOCK": 4096}, 8)
+    yield Variant(copy_blocks_kernel, {"BLOCK": 4096}, 8, types={"arena": "*i16"})
     head = {"HEAD_DIM": 128, "BLOCK_DIM": 128}
     yield Variant(gather_row_kernel, head | {"TOKENS_PER_BLOCK": 32, "BLOCK": 64}, types={"table": "*i32"})
     yield Variant(merge_attention_kernel, head | {"BLOCK": 32})

@@ -6,10 +6,12 @@ import random
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 from stand_in import VOCAB, Bench, StandIn
 
+from headrace.core.output import CachePlan
 from headrace.worker.launch_queue import ThreadQueue
 
 
@@ -207,8 +209,26 @@ def test_block_copies_of_a_plan_come_before_its_step(bench: Bench) -> None:
     bench.add("a", [1])
     plan = bench.scheduler.schedule()
     assert plan is not None
-    plan.cache_plan.device_copies.extend([(0, 3, 9), (0, 4, 11)])
+    plan = msgspec.structs.replace(plan, cache_plan=CachePlan([(0, 3, 9), (0, 4, 11)]))
     bench.execute(plan)
-    plan.cache_plan.device_copies.clear()
     assert torch.equal(arena[9], arena[3])
     assert torch.equal(arena[11], arena[4])
+
+
+def test_a_block_of_a_plan_that_is_copied_into_keeps_the_copy_and_one_copied_out_of_is_read_before_it_is_taken(
+    bench: Bench,
+) -> None:
+    arena = bench.runner._arenas.groups[0]
+    arena[:] = torch.arange(len(arena)).view(-1, 1, 1, 1, 1, 1)
+    bench.add("a", [1, 2, 3, 4, 5])
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    first, second = plan.admitted[0].block_ids[0]
+    others = [block for block in range(20, 30) if block not in (first, second)]
+    # The row's first block is read before it is cleared and written; into its second, of which it writes one token,
+    # another's is copied, and keeps its other tokens.
+    copies = [(0, first, others[0]), (0, others[1], second), (0, others[0], others[2])]
+    bench.execute(msgspec.structs.replace(plan, cache_plan=CachePlan(copies)))
+    assert arena[others[0]].eq(first).all() and arena[others[2]].eq(first).all()
+    assert arena[second, 1, :, :, 1:].eq(others[1]).all() and not arena[second, 1, 1, :, 0].eq(others[1]).any()
+    assert arena[first, 1, 1, 0, :, 0].tolist() == [0, 1, 2, 3]
