@@ -31,6 +31,8 @@ from headrace.kernels.batch_prep_triton import (
     gather_tokens_kernel,
     store_tokens_kernel,
 )
+from headrace.kernels.block_checksum_triton import BLOCK as CHECKSUM_BLOCK
+from headrace.kernels.block_checksum_triton import TILES, block_checksums_kernel
 from headrace.kernels.greedy_triton import argmax_kernel, argmax_part_kernel
 from headrace.kernels.kv_cache_triton import copy_blocks_kernel, gather_row_kernel
 from headrace.kernels.merge_triton import merge_attention_kernel
@@ -117,6 +119,8 @@ def layer_variants() -> Iterator[Variant]:
     yield Variant(gated_kernel, {"BLOCK": 1024, "IS_GELU": False})
     yield Variant(gated_kernel, {"BLOCK": 1024, "IS_GELU": True})
     yield Variant(copy_blocks_kernel, {"BLOCK": 4096}, 8, types={"arena": "*i16"})
+    words = {"words": "*i64", "ids": "*i32", "partial": "*i64"}
+    yield Variant(block_checksums_kernel, {"BLOCK": CHECKSUM_BLOCK, "TILES": TILES}, types=words)
     head = {"HEAD_DIM": 128, "BLOCK_DIM": 128}
     yield Variant(gather_row_kernel, head | {"TOKENS_PER_BLOCK": 32, "BLOCK": 64}, types={"table": "*i32"})
     yield Variant(merge_attention_kernel, head | {"BLOCK": 32})
