@@ -29,7 +29,7 @@ class Transfer(msgspec.Struct, frozen=True):
     kind: TransferKind
     copies: list[BlockCopy]
     hashes: list[bytes] = []
-    """For store, fetch and lookup: each copy's block hash (32 bytes). Outside, a block is named by its hash and group."""
+    """Of store, fetch and lookup, a block hash (32 bytes) per copy: outside, a block is named by its hash and group."""
 
 
 class TransferResult(msgspec.Struct, frozen=True):

@@ -36,7 +36,8 @@ class GraphPool:
         free, _ = torch.cuda.mem_get_info()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Only this thread must do nothing meanwhile that cannot be captured: others copy KV blocks and pin memory.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 call()
         except RuntimeError:
             # A capture that breaks may end on its own stream.

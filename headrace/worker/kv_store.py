@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector: what outside storage must be able to do to keep KV blocks, and whose blocks are whose.
+
+A store keeps whole blocks by name. It may be slow, lose blocks, be shared by several engines, and raise: a block that
+does not come back is computed anew, and one that comes back changed is found out by its checksum.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from headrace.config.resolve import ResolvedConfig
+from headrace.core.kv_cache_spec import KvGroup
+from headrace.utils.hub import ModelSource
+
+LAYOUT = 1
+"""Of the bytes inside a block; another number, and no old block is found any more."""
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+class BlockKey(NamedTuple):
+    """A block's name outside: what its tokens and all before them hash to, and the group whose KV it is."""
+
+    hash: bytes
+    group: int
+
+
+class KvStore(Protocol):
+    """Outside storage for blocks of one model and layout (`fingerprint`).
+
+    All calls come from threads of their own, several at a time, and no step waits for any. An exception is a failed
+    call: it is logged, and the engine goes on without the block.
+    """
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of these blocks are there. A block may be gone again when it is loaded."""
+        ...
+
+    def load(self, key: BlockKey, into: memoryview) -> int | None:
+        """Fill `into` with a block and return the checksum it was saved with. None: it is not there, whatever is in
+        `into` now."""
+        ...
+
+    def save(self, key: BlockKey, block: memoryview, checksum: int) -> None:
+        """Keep a block, and a number of 64 bits (signed) with it. It may be there already. `block` is read before this
+        returns."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be asked."""
+        ...
+
+
+def fingerprint(config: ResolvedConfig, source: ModelSource, groups: Sequence[KvGroup]) -> bytes:
+    """32 bytes that are equal where blocks of equal tokens are equal: same weights, same shapes, same dtypes.
+
+    Equal in every process and on every machine.
+    """
+    facts: dict[str, Any] = {
+        "layout": LAYOUT,
+        "weights": _weights(config, source),
+        "model": msgspec.to_builtins(config.model, str_keys=True, enc_hook=str),
+        "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
+        "tokens_per_block": config.tokens_per_block,
+        "groups": msgspec.to_builtins(list(groups)),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+
+
+def _weights(config: ResolvedConfig, source: ModelSource) -> Any:
+    """What tells a checkpoint from another without reading all of it: its files' names, sizes and samples."""
+    if config.args.load_format == "dummy":
+        return "dummy"
+    files = [source.path] if source.path.is_file() else sorted(source.path.glob("*.safetensors"))
+    return [(file.name, file.stat().st_size, _sample(file)) for file in files]
+
+
+def _sample(file: Path) -> str:
+    digest = hashlib.sha256()
+    size = file.stat().st_size
+    with open(file, "rb", buffering=0) as stream:
+        for index in range(NUM_SAMPLES):
+            stream.seek(max(0, size - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1))
+            digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
