@@ -50,7 +50,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
 class CachePlan(msgspec.Struct, frozen=True):
     """Block copies to carry out before the step, each (group, source block, destination block).
 
-    In their order: one may read what an earlier one wrote. A source may be a block that the same plan hands to a row.
+    In their order: one may read what an earlier one wrote. A source is no block that the same plan hands to a row.
     """
 
     device_copies: list[tuple[int, int, int]] = []

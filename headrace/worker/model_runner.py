@@ -157,11 +157,10 @@ class ModelRunner:
         staged = self._batch.stage(plan, words, None if self._padded is None else self._padded.size_of)
         copies = [(group, words.read(pairs)) for group, pairs in rounds_of_copies(plan.cache_plan.device_copies)]
         self._uploader.send(words)
-        # Before new blocks are cleared: a block may be copied out of and taken by the same plan.
-        for group, pairs in copies:
-            self._copy_blocks(self._arenas.groups[group], words.view(pairs).view(-1, 2))
         if self._clear_new_blocks:
             self._clear(plan)
+        for group, pairs in copies:
+            self._copy_blocks(self._arenas.groups[group], words.view(pairs).view(-1, 2))
         if not plan.num_rows:
             return None
         if self._padded is not None and staged.size is not None:
@@ -204,15 +203,12 @@ class ModelRunner:
         return step
 
     def _clear(self, plan: SchedulerOutput) -> None:
-        """Zero the blocks that rows take with this plan; those found in the prefix cache, and those copied into, hold
-        what they should."""
-        copied = {(group, target) for group, _, target in plan.cache_plan.device_copies}
+        """Zero the blocks that rows take with this plan; those found in the prefix cache hold what they should."""
         taken: list[tuple[int, list[int]]] = [(append.group, append.block_ids) for append in plan.appended_blocks]
         for admitted in plan.admitted:
             num_cached = cdiv(admitted.num_computed_tokens, self._tokens_per_block)
             taken += [(group, ids[num_cached:]) for group, ids in enumerate(admitted.block_ids)]
-        for group, ids in taken:
-            block_ids = [block for block in ids if (group, block) not in copied] if copied else ids
+        for group, block_ids in taken:
             if block_ids:
                 arena = self._arenas.groups[group]
                 arena.index_fill_(0, torch.tensor(block_ids, device=arena.device), 0)
