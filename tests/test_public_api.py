@@ -27,7 +27,9 @@ ENGINE = """
     kv_cache_config.kv_events_config.publisher kv_cache_config.kv_events_config.endpoint
     kv_cache_config.kv_events_config.replay_endpoint kv_cache_config.kv_events_config.buffer_steps
     kv_cache_config.kv_events_config.hwm kv_cache_config.kv_events_config.max_queue_size
-    kv_cache_config.kv_events_config.topic scheduler_config
+    kv_cache_config.kv_events_config.topic kv_cache_config.host_cache_size
+    kv_cache_config.disk_cache_path kv_cache_config.disk_cache_size kv_cache_config.secondary_offload_min_priority
+    scheduler_config
     scheduler_config.capacity_scheduler_policy scheduler_config.max_prefill_tokens scheduler_config.watermark
     scheduler_config.waiting_queue_policy device dtype num_threads attn_backend deterministic
     disable_overlap_scheduler cuda_graph_config cuda_graph_config.batch_sizes cuda_graph_config.max_batch_size

@@ -45,13 +45,9 @@ class KvCacheConfig(Config):
     """KV cache"""
 
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "host_cache_size": (0,),
-        "disk_cache_size": (0,),
-        "disk_cache_path": (),
         "max_attention_window": (),
         "sink_token_length": (0,),
         "cross_kv_cache_fraction": (),
-        "secondary_offload_min_priority": (35,),
         "attention_dp_events_gather_period_ms": (5,),
         "enable_partial_reuse": (True, False),
         "copy_on_partial_reuse": (True, False),
@@ -84,6 +80,33 @@ class KvCacheConfig(Config):
     def pushes_events(self) -> bool:
         """Whether there is a push stream."""
         return self.kv_events_config.enable_kv_cache_events and self.kv_events_config.publisher == "zmq"
+    host_cache_size: Annotated[int, Field(ge=0)] = 0
+    """Bytes of pinned host memory for blocks that leave the device, to come back on a hit; 0: none."""
+    disk_cache_path: str | None = None
+    """Folder for blocks that leave the host, on a fast disk; they survive a restart. One folder may serve several."""
+    disk_cache_size: Annotated[int, Field(ge=0)] = 0
+    """Bytes that the files in `disk_cache_path` may take; 0: there is no disk tier."""
+    secondary_offload_min_priority: Annotated[int, Field(ge=0, le=100)] = 35
+    """Blocks of a lower priority than this are dropped rather than moved to the host."""
+
+    @model_validator(mode="after")
+    def _a_disk_tier_has_all_it_needs(self) -> "KvCacheConfig":
+        if self.disk_cache_size and self.disk_cache_path is None:
+            raise ValueError(
+                f"disk_cache_size ({self.disk_cache_size}) needs disk_cache_path, the folder for the blocks; name one, "
+                "or leave both out."
+            )
+        if self.disk_cache_path is not None and not self.disk_cache_size:
+            raise ValueError(
+                f"disk_cache_path ({self.disk_cache_path}) needs disk_cache_size, the bytes that the files there may "
+                "take; give it, or leave both out."
+            )
+        if self.disk_cache_size and not self.host_cache_size:
+            raise ValueError(
+                f"disk_cache_size ({self.disk_cache_size}) needs host_cache_size: blocks go to the disk and come back "
+                "through host memory; give it some gigabytes (1 GiB is 1073741824)."
+            )
+        return self
 
     @field_validator("tokens_per_block")
     @classmethod

@@ -103,6 +103,7 @@ def resolve(
         choices.chose("device", device.name or device.kind)
     if args.deterministic:
         raise ConfigError("deterministic = true is not built yet; leave it out.", param="deterministic")
+    _refuse_tiers(args)
     dtype = _dtype(choices)
     kv_dtype = _kv_dtype(choices, dtype)
     return ResolvedConfig(
@@ -179,6 +180,18 @@ def _kv_dtype(choices: _Choices, dtype: str) -> str:
         return "float32"
     choices.chose(name, "the model's")
     return dtype
+
+
+def _refuse_tiers(args: LlmArgs) -> None:
+    """Nothing moves blocks between the tiers yet."""
+    settings = args.kv_cache_config
+    for name, value, plain in (
+        ("host_cache_size", settings.host_cache_size, 0),
+        ("secondary_offload_min_priority", settings.secondary_offload_min_priority, 35),
+    ):
+        if value != plain:
+            full = f"kv_cache_config.{name}"
+            raise ConfigError(f"{full} = {value} is not built yet; leave it out.", param=full)
 
 
 def _max_seq_len(choices: _Choices, dtype: str, kv_dtype: str) -> int:

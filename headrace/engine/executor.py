@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.output import ModelOutput, SchedulerOutput
+from headrace.core.transfer import Transfer, TransferResult
 from headrace.utils.hub import ModelSource
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -46,6 +47,11 @@ class WorkerInfo(Protocol):
     @property
     def num_groups(self) -> int:
         """KV groups: kinds of layers with a block table each."""
+        ...
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of each group in the host tier; 0: there is none."""
         ...
 
     @property
@@ -91,6 +97,18 @@ class Executor(Protocol):
         """With no plan in flight: do a little of what may wait for such a moment. False: nothing is left for good."""
         ...
 
+    def transfer(self, transfer: Transfer) -> None:
+        """Begin to move KV blocks, after the plans that are launched. Returns at once, as `poll_transfers` does."""
+        ...
+
+    def poll_transfers(self) -> list[TransferResult]:
+        """The transfers that have ended since the last call."""
+        ...
+
+    def num_ready_host_blocks(self) -> int:
+        """How many of `WorkerInfo.num_host_blocks` can be used: the first so many ids. It takes a while to pin all."""
+        ...
+
     @property
     def tracer(self) -> Tracer: ...
 
@@ -112,6 +130,9 @@ class UniprocExecutor:
         self.forward = self._worker.forward
         self.sample = self._worker.sample
         self.use_idle_time = self._worker.use_idle_time
+        self.transfer = self._worker.transfer
+        self.poll_transfers = self._worker.poll_transfers
+        self.num_ready_host_blocks = self._worker.num_ready_host_blocks
 
     def start(self, progress: ProgressCallback) -> WorkerInfo:
         return self._worker.start(progress)

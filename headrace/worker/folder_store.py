@@ -15,7 +15,6 @@ from headrace.kernels.block_checksum import checksum_of
 from headrace.logger import get_logger
 from headrace.worker.kv_store import BlockKey
 
-SETTING = "kv_cache_config.disk_cache_path"
 MAGIC = b"headrace"
 VERSION = 1
 FIELDS = struct.Struct("<8sIIQ32s32sq")
@@ -40,14 +39,17 @@ class FolderStore:
     whichever model's they are.
     """
 
-    def __init__(self, folder: str | Path, fingerprint: bytes, max_bytes: int) -> None:
+    def __init__(
+        self, folder: str | Path, fingerprint: bytes, max_bytes: int, setting: str = "kv_cache_config.disk_cache_path"
+    ) -> None:
         """
         Args:
             fingerprint: of the model and layout whose blocks these are (`kv_store.fingerprint`).
             max_bytes: of all files in the folder.
+            setting: that named the folder, for what is said of it.
 
         Raises:
-            ConfigError: nothing can be written there.
+            ConfigError: nothing can be written there, or the disk is smaller than that.
         """
         self._folder = Path(folder)
         self._fingerprint = fingerprint
@@ -61,11 +63,18 @@ class FolderStore:
             probe = self._unfinished(self._mine)
             probe.touch()
             probe.unlink()
+            disk = os.statvfs(self._mine)
         except OSError as error:
             raise ConfigError(
-                f"{SETTING} = {folder} cannot be written to ({error.strerror}); name a folder of this user's.",
-                param=SETTING,
+                f"{setting} = {folder} cannot be written to ({error.strerror}); name a folder of this user's.",
+                param=setting,
             ) from error
+        if max_bytes > disk.f_blocks * disk.f_frsize:
+            raise ConfigError(
+                f"{setting} = {folder} is on a disk of {disk.f_blocks * disk.f_frsize} bytes, and {max_bytes} were "
+                "asked for; ask for less than the disk holds, or name a folder on a larger one.",
+                param=setting,
+            )
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `KvStore.lookup`."""

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host tier's memory: KV blocks beside the device's, pinned where the device copies by itself."""
 
+import contextlib
 import ctypes
+import itertools
 import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +16,6 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.logger import get_logger
-from headrace.utils.math import cdiv
 
 GIB = 1 << 30
 SETTING = "kv_cache_config.host_cache_size"
@@ -55,75 +57,101 @@ def num_host_blocks(host_cache_size: int, block_bytes: Sequence[int], free_bytes
     return host_cache_size // sum(block_bytes)
 
 
-class HostCache:
-    """Per group `num_blocks` blocks of `block_bytes`, with a checksum each.
+@dataclass(frozen=True, slots=True)
+class HostLayout:
+    """Where the blocks lie: block `i` of group `g` from byte `i * strides[g] + offsets[g]` on."""
 
-    The memory comes in slices, and no run of blocks goes across two: CUDA refuses a copy over memory that was pinned in
-    two pieces. The first slices are there at once, the others as a thread has pinned them.
+    block_bytes: tuple[int, ...]
+    """Of a block of each group."""
+    strides: tuple[int, ...]
+    offsets: tuple[int, ...]
+    unit_bytes: int
+    """No block goes across a multiple of this."""
+    num_units: int
+
+    @classmethod
+    def side_by_side(cls, block_bytes: Sequence[int], num_blocks: int) -> "HostLayout":
+        """`num_blocks` blocks of each group: those with the same id beside each other."""
+        unit = sum(block_bytes)
+        offsets = (0, *itertools.accumulate(block_bytes[:-1]))
+        return cls(tuple(block_bytes), (unit,) * len(block_bytes), offsets, unit, num_blocks)
+
+    @classmethod
+    def in_slabs(
+        cls, block_bytes: Sequence[int], block_strides: Sequence[int], slab_bytes: int, num_slabs: int
+    ) -> "HostLayout":
+        """Slabs that each serve one group at a time, cut into its blocks: the device's own layout."""
+        return cls(tuple(block_bytes), tuple(block_strides), (0,) * len(block_bytes), slab_bytes, num_slabs)
+
+    def num_blocks(self, group: int, num_units: int) -> int:
+        """Block ids of a group in the first `num_units` units."""
+        return num_units * self.unit_bytes // self.strides[group]
+
+
+class HostCache:
+    """The memory of a layout, with a checksum for each block.
+
+    It comes in slices of whole units, and no run of blocks goes across two: CUDA refuses a copy over memory that was
+    pinned in two pieces. The first slice is there at once, the others as a thread has pinned them.
     """
 
-    def __init__(
-        self, block_bytes: Sequence[int], num_blocks: int, pin: Pin | None = None, unpin: Pin | None = None
-    ) -> None:
+    def __init__(self, layout: HostLayout, pin: Pin | None = None, unpin: Pin | None = None) -> None:
         """
         Args:
-            block_bytes: of a block of each group.
-            num_blocks: of each group.
             pin: for each slice, before it is used; None: memory is used as it comes, and takes none until written.
             unpin: for each pinned slice, at the end.
 
         Raises:
-            ConfigError: not even the first slices could be pinned.
+            ConfigError: not even the first slice could be pinned.
         """
-        self.num_blocks = num_blocks
-        self.checksums = [np.zeros(num_blocks, np.int64) for _ in block_bytes]
-        """What a block's checksum was when it left the device."""
-        self._block_bytes = list(block_bytes)
-        self._per_slice = [max(1, min(num_blocks, SLICE_BYTES // size)) for size in block_bytes]
-        self._slices: list[list[Tensor]] = [[] for _ in block_bytes]
-        self._num_ready = [0] * len(block_bytes)
+        self.layout = layout
+        groups = range(len(layout.block_bytes))
+        self.checksums = [np.zeros(layout.num_blocks(group, layout.num_units), np.int64) for group in groups]
+        """Of each group, what a block's checksum was when it left the device."""
+        self.num_ready_units = 0
+        """Units that can be used, the first ones; more from moment to moment until it is all."""
+        self._per_slice = max(1, min(layout.num_units, SLICE_BYTES // layout.unit_bytes))
+        self._slice_bytes = self._per_slice * layout.unit_bytes
+        self._slices: list[Tensor] = []
         self._pin, self._unpin = pin, unpin
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
-        order = sorted(
-            (index * per_slice, group)
-            for group, per_slice in enumerate(self._per_slice)
-            for index in range(cdiv(num_blocks, per_slice))
-        )
-        firsts, others = order[: len(block_bytes)], order[len(block_bytes) :]
+        if pin is None:
+            while self._add_slice():
+                pass
+            return
         try:
-            self._add(firsts)
+            self._add_slice()
         except (RuntimeError, OSError) as error:
-            size = num_blocks * sum(block_bytes)
+            size = layout.num_units * layout.unit_bytes
             raise ConfigError(
                 f"{SETTING}: the host did not pin the first of {size} bytes ({error}); use less, or 0 for none.",
                 param=SETTING,
             ) from error
-        if pin is None:
-            self._add(others)
-        else:
-            self._thread = threading.Thread(
-                target=self._pin_others, args=(others,), name="headrace-pin-host-cache", daemon=True
-            )
-            self._thread.start()
+        self._thread = threading.Thread(target=self._pin_others, name="headrace-pin-host-cache", daemon=True)
+        self._thread.start()
 
     def num_ready_blocks(self, group: int) -> int:
-        """Blocks that can be used, the first ones; more from moment to moment until it is `num_blocks`."""
-        return self._num_ready[group]
+        """Ids of blocks of a group that can be used, the first ones."""
+        return self.layout.num_blocks(group, self.num_ready_units)
 
     def blocks_per_run(self, group: int) -> int:
         """A run of blocks does not go across a multiple of this."""
-        return self._per_slice[group]
+        stride = self.layout.strides[group]
+        return self._slice_bytes // stride if stride == self.layout.block_bytes[group] else 1
 
     def blocks(self, group: int, start: int, count: int = 1) -> Tensor:
-        """A run of blocks: uint8 [count, block_bytes]."""
-        index, offset = divmod(start, self._per_slice[group])
-        return self._slices[group][index][offset : offset + count]
+        """A run of blocks: uint8 [count, block_bytes]. IndexError where there are none, or not yet."""
+        layout = self.layout
+        if not 0 <= start <= start + count <= self.num_ready_blocks(group):
+            ready = self.num_ready_blocks(group)
+            raise IndexError(f"block {start + count - 1} of group {group} is none of the {ready} on the host.")
+        size = layout.block_bytes[group]
+        index, offset = divmod(start * layout.strides[group] + layout.offsets[group], self._slice_bytes)
+        return self._slices[index][offset : offset + count * size].view(count, size)
 
     def memory(self, group: int, block: int) -> memoryview:
-        """One block, to read and write. IndexError where there is none, or not yet."""
-        if not 0 <= block < self._num_ready[group]:
-            raise IndexError(f"block {block} of group {group} is none of the {self._num_ready[group]} on the host.")
+        """One block, to read and write."""
         return self.blocks(group, block)[0].numpy().data
 
     def close(self) -> None:
@@ -131,49 +159,46 @@ class HostCache:
         self._is_closed.set()
         if self._thread is not None:
             self._thread.join()
-        for slices in self._slices:
+        self.num_ready_units = 0
+        while self._slices:
+            memory = self._slices.pop()
             if self._unpin is not None:
-                for each in slices:
-                    self._unpin(each)
-            slices.clear()
-        self._num_ready = [0] * len(self._num_ready)
+                self._unpin(memory)
 
-    def _add(self, order: Sequence[tuple[int, int]]) -> None:
-        """order: (first block, group) of each slice."""
-        for first, group in order:
-            if self._is_closed.is_set():
-                return
-            count = min(self._per_slice[group], self.num_blocks - first)
-            memory = self._map(count * self._block_bytes[group]).view(count, -1)
-            if self._pin is not None:
-                self._pin(memory)
-            self._slices[group].append(memory)
-            self._num_ready[group] = first + count
-
-    def _map(self, num_bytes: int) -> Tensor:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Large pages are pinned many times faster; a child process has no use for a copy of them.
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        pages.madvise(mmap.MADV_DONTFORK)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
+    def _add_slice(self) -> bool:
+        """False: all are there."""
+        layout, num_units = self.layout, min(self._per_slice, self.layout.num_units - self.num_ready_units)
+        if not num_units or self._is_closed.is_set():
+            return False
+        memory = self._map(num_units * layout.unit_bytes)
         if self._pin is not None:
             # Pages are faulted in here rather than while the driver pins them and others wait for it.
-            ctypes.memset(memory.data_ptr(), 0, num_bytes)
-        return memory
+            ctypes.memset(memory.data_ptr(), 0, memory.numel())
+            self._pin(memory)
+        self._slices.append(memory)
+        self.num_ready_units += num_units
+        return True
 
-    def _pin_others(self, order: Sequence[tuple[int, int]]) -> None:
+    @staticmethod
+    def _map(num_bytes: int) -> Tensor:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Large pages are pinned many times faster; a child process has no use for a copy of them.
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            with contextlib.suppress(OSError):
+                pages.madvise(advice)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def _pin_others(self) -> None:
         began = time.monotonic()
+        layout = self.layout
         try:
-            self._add(order)
+            while self._add_slice():
+                pass
         except (RuntimeError, OSError) as error:
-            logger.warning(
-                "The host cache stays at %d of %d blocks: the host pins no more memory (%s).",
-                min(self._num_ready),
-                self.num_blocks,
-                error,
-            )
+            share = self.num_ready_units / layout.num_units
+            logger.warning("The host cache stays at %.0f %%: the host pins no more memory (%s).", 100 * share, error)
             return
-        size = self.num_blocks * sum(self._block_bytes)
+        size = self.num_ready_units * layout.unit_bytes
         logger.info("Host cache: %.1f GiB pinned in %.1f s.", size / GIB, time.monotonic() - began)
 
 

@@ -92,7 +92,7 @@ class ModelRunner:
         """
         self._model = model
         self._state = state
-        self._arenas = arenas
+        self.arenas = arenas
         self._vocab_size = vocab_size
         self._clear_new_blocks = clear_new_blocks
         self._tokens_per_block = tokens_per_block
@@ -160,7 +160,7 @@ class ModelRunner:
         if self._clear_new_blocks:
             self._clear(plan)
         for group, pairs in copies:
-            self._copy_blocks(self._arenas.groups[group], words.view(pairs).view(-1, 2))
+            self._copy_blocks(self.arenas.groups[group], words.view(pairs).view(-1, 2))
         if not plan.num_rows:
             return None
         if self._padded is not None and staged.size is not None:
@@ -210,7 +210,7 @@ class ModelRunner:
             taken += [(group, ids[num_cached:]) for group, ids in enumerate(admitted.block_ids)]
         for group, block_ids in taken:
             if block_ids:
-                arena = self._arenas.groups[group]
+                arena = self.arenas.groups[group]
                 arena.index_fill_(0, torch.tensor(block_ids, device=arena.device), 0)
 
     def _run_body(self, step: StepBatch) -> Tensor:
@@ -220,8 +220,8 @@ class ModelRunner:
                 input_ids=step.input_ids,
                 positions=step.positions,
                 attention=step.metadata,
-                kv_caches=self._arenas.layers,
-                groups=self._arenas.group_of_layer,
+                kv_caches=self.arenas.layers,
+                groups=self.arenas.group_of_layer,
                 prompt_lens=prompt_lens,
             )
         )

@@ -17,6 +17,7 @@ from headrace.core.kv_cache_spec import KvGroup, group_layers
 from headrace.core.ledger import MemoryLedger
 from headrace.core.output import SchedulerOutput
 from headrace.core.padded_sizes import graph_sizes
+from headrace.core.transfer import Transfer, TransferResult
 from headrace.layers.build import BuildContext
 from headrace.logger import get_logger
 from headrace.models.base import CausalLM
@@ -30,6 +31,8 @@ from headrace.utils.phases import Phases
 from headrace.worker import profiling
 from headrace.worker.device import keep_freed_memory
 from headrace.worker.kv_cache import KVArenas
+from headrace.worker.kv_tiers import open_tiers
+from headrace.worker.kv_transfer import KvTransfers
 from headrace.worker.launch_queue import InlineQueue, LaunchQueue, ThreadQueue
 from headrace.worker.memory import MemoryBook, bytes_per_block, usage
 from headrace.worker.model_runner import ModelRunner, Padding
@@ -57,6 +60,8 @@ class WorkerInfo:
     """The config's, or less where that was `auto` and the cache holds less."""
     num_groups: int
     """KV groups: block tables per row."""
+    num_host_blocks: int
+    """Blocks of each group in the host tier; 0: there is none."""
     attn_backend: str
     """What the layers attend with; names, comma-separated, where they differ."""
     ledger: list[str]
@@ -81,6 +86,7 @@ class Worker:
         self._backends = BackendChooser(config.device, config.attn_backend, capability)
         self._runner: ModelRunner | None = None
         self._long_shapes: LongShapes | None = None
+        self._transfers: KvTransfers | None = None
         self.tracer = Tracer(config.device, self._queue)
 
     def start(self, progress: ProgressCallback | None = None) -> WorkerInfo:
@@ -97,6 +103,19 @@ class Worker:
         assert self._runner is not None, "the worker is started first"
         return PendingOutput(plan, self._queue.submit(partial(self._runner.sample, plan, masks)))
 
+    def transfer(self, transfer: Transfer) -> None:
+        """Begin to move KV blocks, after the plans that are launched."""
+        assert self._transfers is not None, "only a worker with a host tier moves blocks"
+        self._transfers.submit(transfer)
+
+    def poll_transfers(self) -> list[TransferResult]:
+        """The transfers that have ended since the last call."""
+        return [] if self._transfers is None else self._transfers.poll()
+
+    def num_ready_host_blocks(self) -> int:
+        """Blocks of each group in the host tier that can be used; it takes a while to pin all."""
+        return 0 if self._transfers is None else self._transfers.host.num_ready_units
+
     def use_idle_time(self) -> bool:
         """With no plan in flight: capture one more CUDA graph, or build one more shape of long prefill chunks. False:
         nothing is left to do."""
@@ -111,6 +130,9 @@ class Worker:
 
     def shutdown(self) -> None:
         """Finish what was launched and let go of the device. Any number of times."""
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
         self._queue.close()
         if self._runner is not None:
             self._runner = None
@@ -143,12 +165,17 @@ class Worker:
         phases.end_of("warm-up")
         self._get_ready()
         phases.end_of("CUDA graphs")
+        # On a CPU the device's blocks are the host's memory too, taken as they are written.
+        free = available_memory() - (ledger.kv_bytes if device.type == "cpu" else 0)
+        self._transfers = open_tiers(config, self._source, groups, self._runner.arenas.groups, self._queue, free)
+        phases.end_of("KV tiers")
         return WorkerInfo(
             num_blocks=ledger.num_blocks,
             tokens_per_block=config.tokens_per_block,
             kv_bytes_per_token=ledger.kv_bytes_per_token,
             max_seq_len=min(ledger.max_seq_len, config.max_seq_len),
             num_groups=len(groups),
+            num_host_blocks=0 if self._transfers is None else self._transfers.host.layout.num_units,
             attn_backend=",".join(self._backends.chosen),
             ledger=book.lines(self._runner.graph_bytes, self._runner.num_to_capture),
             phases=phases.seconds,

@@ -41,7 +41,27 @@ def layer(source: str, **values: object) -> Layer:
         ({"kv_cache_config": 3}, "kv_cache_config = 3 is not valid; it takes a mapping of settings."),
         ({"kv_cache_config": {"dtype": "fp9"}}, "kv_cache_config.dtype = fp9 is not valid; it takes auto, float32"),
         ({"kv_cache_config": {"tokens_per_block": 3}}, "kv_cache_config.tokens_per_block: 3 is not a power of two"),
-        ({"kv_cache_config": {"host_cache_size": 5}}, "kv_cache_config.host_cache_size = 5 is not supported yet"),
+        (
+            {"kv_cache_config": {"host_cache_size": -5}},
+            "kv_cache_config.host_cache_size = -5 is not valid; it takes a whole number of at least 0.",
+        ),
+        (
+            {"kv_cache_config": {"secondary_offload_min_priority": 101}},
+            "kv_cache_config.secondary_offload_min_priority = 101 is not valid; it takes a whole number from 0 to 100.",
+        ),
+        (
+            {"kv_cache_config": {"host_cache_size": 5, "disk_cache_size": 9}},
+            "kv_cache_config: disk_cache_size (9) needs disk_cache_path, the folder for the blocks; name one, or",
+        ),
+        (
+            {"kv_cache_config": {"host_cache_size": 5, "disk_cache_path": "/tmp"}},
+            "kv_cache_config: disk_cache_path (/tmp) needs disk_cache_size, the bytes",
+        ),
+        (
+            {"kv_cache_config": {"disk_cache_size": 9, "disk_cache_path": "/tmp"}},
+            "kv_cache_config: disk_cache_size (9) needs host_cache_size: blocks go to the disk and come back through",
+        ),
+        ({"kv_cache_config": {"use_uvm": True}}, "kv_cache_config.use_uvm = True is not supported yet; leave it out."),
         (
             {"kv_cache_config": {"dtyp": 1}},
             "Unknown setting kv_cache_config.dtyp; the nearest is kv_cache_config.dtype.",

@@ -90,6 +90,7 @@ class SimulatedWorker:
         self.arena = [[[0] * tokens_per_block for _ in range(num_blocks)] for _ in range(num_groups)]
         self.rows: dict[int, Row] = {}
         self.launched: deque[SchedulerOutput] = deque()
+        self.num_launched = self.num_carried_out = 0
         self.rows_to_break: set[int] = set()
         """Rows whose next step writes garbage and reports an error."""
         self.counts = False
@@ -97,6 +98,13 @@ class SimulatedWorker:
 
     def launch(self, plan: SchedulerOutput) -> None:
         self.launched.append(plan)
+        self.num_launched += 1
+
+    def read_block(self, group: int, block_id: int) -> list[int]:
+        return self.arena[group][block_id]
+
+    def write_block(self, group: int, block_id: int, content: list[int]) -> None:
+        self.arena[group][block_id] = content
 
     def wait(self) -> tuple[SchedulerOutput, ModelOutput]:
         """Carry out the oldest launched plan."""
@@ -106,6 +114,7 @@ class SimulatedWorker:
             self._write(self.rows[scheduled.row], scheduled.num_tokens, scheduled.start, scheduled.row)
         # All writes of a step come before its reads, as in a layer of a real model.
         outputs = [self._read(self.rows[each.row], each.num_tokens, each.samples) for each in plan.scheduled]
+        self.num_carried_out += 1
         return plan, output_of(plan, outputs, counts=self.counts)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from headrace.config.resolve import DeviceFacts, ResolvedConfig
 from headrace.core.output import ModelOutput, ScheduledRow, SchedulerOutput, TokenLogprobs
+from headrace.core.transfer import Transfer, TransferResult
 from headrace.errors import ModelLoadError
 from headrace.utils.hub import ModelSource
 
@@ -33,6 +34,7 @@ class Info:
     max_seq_len: int
     kv_bytes_per_token: int = 1
     num_groups: int = 1
+    num_host_blocks: int = 0
     attn_backend: str = "NONE"
     ledger: list[str] = field(default_factory=lambda: ["nothing"])
     phases: dict[str, float] = field(default_factory=dict)
@@ -84,6 +86,8 @@ class FakeWorker:
     def __init__(self, config: ResolvedConfig, source: ModelSource) -> None:
         self.config = config
         self.rows: dict[int, Row] = {}
+        self.ended: list[TransferResult] = []
+        """Transfers, which all succeed at once."""
 
     def start(self, progress: Callable[[str, int, int], None]) -> Info:
         for done in range(4):
@@ -104,6 +108,16 @@ class FakeWorker:
 
     def sample(self, plan: SchedulerOutput, masks: None) -> Done:
         return Done(output_of(plan, [self._run(row) for row in plan.scheduled]))
+
+    def transfer(self, transfer: Transfer) -> None:
+        self.ended.append(TransferResult(transfer.transfer_id, []))
+
+    def poll_transfers(self) -> list[TransferResult]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def num_ready_host_blocks(self) -> int:
+        return 0
 
     def use_idle_time(self) -> bool:
         return False

@@ -204,7 +204,7 @@ def test_choices_of_one_seed_differ() -> None:
 
 
 def test_block_copies_of_a_plan_come_before_its_step(bench: Bench) -> None:
-    arena = bench.runner._arenas.groups[0]
+    arena = bench.runner.arenas.groups[0]
     arena[3], arena[4] = 7.0, 8.0
     bench.add("a", [1])
     plan = bench.scheduler.schedule()
@@ -216,7 +216,7 @@ def test_block_copies_of_a_plan_come_before_its_step(bench: Bench) -> None:
 
 
 def test_a_new_block_that_is_copied_into_keeps_the_copy(bench: Bench) -> None:
-    arena = bench.runner._arenas.groups[0]
+    arena = bench.runner.arenas.groups[0]
     arena[:] = torch.arange(len(arena)).view(-1, 1, 1, 1, 1, 1)
     bench.add("a", [1, 2, 3, 4, 5])
     plan = bench.scheduler.schedule()

@@ -3,8 +3,10 @@
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from headrace.attention.reference import MAX_COPY_BYTES
+from headrace.config.cache import KvCacheConfig
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.config.resolve import ResolvedConfig, resolve
@@ -19,6 +22,7 @@ from headrace.core.kv_cache_spec import KvSpec, group_layers
 from headrace.core.memory_estimate import activation_bytes, workspace_bytes
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
+from headrace.core.transfer import BlockCopy, Transfer
 from headrace.errors import ConfigError, HeadraceError
 from headrace.utils.hub import ModelSource
 from headrace.utils.math import cdiv
@@ -207,3 +211,91 @@ def test_shutdown_finishes_what_was_launched() -> None:
     worker.shutdown()
     assert len(pending.wait().token_ids) == 1
     assert not worker._queue._thread.is_alive()  # type: ignore[attr-defined]
+
+
+def with_tiers(config: ResolvedConfig, **settings: Any) -> ResolvedConfig:
+    cache = KvCacheConfig(tokens_per_block=8, **settings)
+    return replace(config, args=config.args.model_copy(update={"kv_cache_config": cache}))
+
+
+def wait_for(
+    worker: Worker, kind: str, copies: Sequence[tuple[int, int, int]], hashes: Sequence[bytes] = ()
+) -> list[int]:
+    """The failed copies of a transfer."""
+    worker.transfer(Transfer(7, kind, [BlockCopy(*copy) for copy in copies], list(hashes)))
+    until = time.monotonic() + 20
+    while not (results := worker.poll_transfers()):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert [result.transfer_id for result in results] == [7]
+    return results[0].failed
+
+
+@torch.inference_mode()
+def test_blocks_leave_a_worker_and_come_back_into_another_after_a_restart(tmp_path: Path) -> None:
+    plain = config_of()
+    block_bytes = 2 * 3 * 2 * 8 * 8 * 4
+    config = with_tiers(plain, host_cache_size=20 * block_bytes, disk_cache_path=str(tmp_path), disk_cache_size=1 << 20)
+    prompt = prompts()["long"]
+    worker, info = started(config)
+    assert (info.num_host_blocks, worker.num_ready_host_blocks()) == (20, 20)
+    scheduler = Scheduler.from_config(config, info.num_blocks, info.num_groups)
+    arena = worker._runner.arenas.groups[0]
+    arena.zero_()
+    expected = generate(worker, scheduler, {"a": prompt}, 2)["a"]
+    blocks = arena.flatten(1).any(1).nonzero().flatten().tolist()
+    assert len(blocks) == (len(prompt) + 12) // 8
+    names = [bytes([index]) * 32 for index in range(len(blocks))]
+    out = [(0, block, index) for index, block in enumerate(blocks)]
+    assert wait_for(worker, "to_host", out) == []
+    assert wait_for(worker, "store", [(0, -1, index) for _, _, index in out], names) == []
+    kept = arena[blocks].clone()
+    # All that is cached is lost and comes back from the host: the next answer is the same, out of the cache.
+    arena[blocks] = torch.nan
+    assert wait_for(worker, "to_device", out) == []
+    assert torch.equal(arena[blocks], kept)
+    assert generate(worker, scheduler, {"b": prompt}, 2)["b"] == expected
+    assert int(arena.flatten(1).any(1).sum()) < len(blocks) + 5, "it was computed anew"
+    worker.shutdown()
+    worker.shutdown()
+
+    again, info = started(config)
+    elsewhere = [(0, info.num_blocks - 1 - index, 19 - index) for index in range(len(blocks))]
+    asked = [*names, bytes([99]) * 32]
+    assert wait_for(again, "lookup", [(0, -1, -1)] * len(asked), asked) == [len(blocks)]
+    assert wait_for(again, "fetch", [(0, -1, host) for _, _, host in elsewhere], names) == []
+    assert wait_for(again, "to_device", elsewhere) == []
+    assert torch.equal(again._runner.arenas.groups[0][[block for _, block, _ in elsewhere]], kept)
+    again.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"host_cache_size": 1 << 50}, "host_cache_size = 1125899906842624 .* is more than this host has to give"),
+        ({"host_cache_size": 5}, "host_cache_size = 5 holds no block: one of this model takes 3072 bytes"),
+        (
+            {"host_cache_size": 1 << 20, "disk_cache_size": 9, "disk_cache_path": "here"},
+            "disk_cache_size = 9 holds no block: one of this model takes 3072 bytes",
+        ),
+        (
+            {"host_cache_size": 1 << 20, "disk_cache_size": 1 << 20, "disk_cache_path": "/dev/null/kv"},
+            "disk_cache_path = /dev/null/kv cannot be written to .Not a directory.",
+        ),
+        (
+            {"host_cache_size": 1 << 20, "disk_cache_size": 1 << 60, "disk_cache_path": "here"},
+            "disk_cache_path = here is on a disk of [0-9]+ bytes, and 1152921504606846976 were asked for",
+        ),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused_in_one_sentence(
+    settings: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        started(with_tiers(config_of(), **settings))
+
+
+def test_a_worker_without_tiers_has_nothing_to_tell(tiny: tuple[Worker, WorkerInfo, ResolvedConfig]) -> None:
+    worker, info, _ = tiny
+    assert (info.num_host_blocks, worker.num_ready_host_blocks(), worker.poll_transfers()) == (0, 0, [])

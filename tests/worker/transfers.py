@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.core.transfer import BlockCopy, Transfer, TransferResult
 from headrace.worker.block_copier import CpuCopier, raw_blocks
-from headrace.worker.host_cache import HostCache
+from headrace.worker.host_cache import HostCache, HostLayout
 from headrace.worker.kv_store import BlockKey, KvStore
 from headrace.worker.kv_transfer import KvTransfers
 
@@ -47,7 +47,8 @@ class Rig:
         self.arenas = [make_arena(shape, dtype, gap=gap) for shape in SHAPES]
         self.blocks = [raw_blocks(arena) for arena in self.arenas]
         self.mark = done()
-        self.host = HostCache([blocks.shape[1] for blocks in self.blocks], num_host_blocks)
+        sizes = [blocks.shape[1] for blocks in self.blocks]
+        self.host = HostCache(HostLayout.side_by_side(sizes, num_host_blocks))
         self.transfers = KvTransfers(CpuCopier(self.arenas, self.host, lambda: self.mark), self.host, store)
         self.num_submitted = 0
 
