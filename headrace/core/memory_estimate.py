@@ -47,7 +47,7 @@ def estimate_needs(
         total_bytes=total_bytes,
         weight_bytes=weight_bytes(config, packed_bytes),
         activation_bytes_per_token=cdiv(activation_bytes(config), config.max_num_tokens),
-        kv_bytes_per_block=config.model.kv_bytes_per_token(BYTES[config.kv_dtype]) * config.tokens_per_block,
+        kv_bytes_per_block=config.model.kv_bytes_per_token(config.kv_dtype) * config.tokens_per_block,
         tokens_per_block=config.tokens_per_block,
         fixed_bytes=workspace_bytes(config),
         graph_bytes=graph_bytes(config),
