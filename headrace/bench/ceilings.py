@@ -21,6 +21,8 @@ from headrace.utils.threads import thread_environment
 Say = Callable[[str], None]
 MEASURE = "headrace.worker.ceilings"
 TIMEOUT_S = 180.0
+CLOCK_MS = 100
+"""Between two looks at the clocks while ceilings are measured: a rate is sustained for half a second or a whole one."""
 RATES = ("read_bytes_per_s", "matrix_flops")
 
 
@@ -52,7 +54,10 @@ def find_ceilings(
     path = cache_file(machine, num_threads)
     if path.is_file():
         try:
-            return read_ceilings(path)
+            kept = read_ceilings(path)
+            # Those of an earlier version say nothing of the clocks they were measured at.
+            if device != "cuda" or not may_measure or "clock_mhz" in kept:
+                return kept
         except ConfigError as error:
             say(error.message)
     if not may_measure:
@@ -83,13 +88,19 @@ def read_ceilings(path: Path) -> dict[str, Any]:
 
 def as_ceilings(values: dict[str, Any]) -> Ceilings:
     """What the roofline is reckoned with."""
-    return Ceilings(values["read_bytes_per_s"], dict(values["matrix_flops"]), values.get("attention_flops"))
+    return Ceilings(
+        values["read_bytes_per_s"],
+        dict(values["matrix_flops"]),
+        values.get("attention_flops"),
+        values.get("clock_mhz") or {},
+        values.get("matrix_flops_burst") or {},
+    )
 
 
 def _measure(device: str, num_threads: int, say: Say) -> dict[str, Any] | None:
     say("Measuring what this machine can do at most; this is done once and takes some seconds.")
     command = [sys.executable, "-m", MEASURE, device, str(num_threads)]
-    with GpuWatch(device == "cuda") as watch, tempfile.TemporaryDirectory() as folder:
+    with GpuWatch(device == "cuda", every_ms=CLOCK_MS) as watch, tempfile.TemporaryDirectory() as folder:
         environment = _environment()
         if device == "cuda":
             environment |= kernel_cache(environment, Path(folder)).environment
@@ -106,7 +117,9 @@ def _measure(device: str, num_threads: int, say: Say) -> dict[str, Any] | None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         say(f"No roofline: the ceilings could not be measured: {last}.")
         return None
-    return values | {"clocks": watch.summary()}
+    clocks = {name: watch.clock_between(*window) for name, window in (values.pop("windows", None) or {}).items()}
+    known = {name: clock for name, clock in clocks.items() if clock is not None}
+    return values | {"clocks": watch.summary(), "clock_mhz": known}
 
 
 def _environment() -> dict[str, str]:

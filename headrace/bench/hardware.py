@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from headrace.utils.machine import cpu_name
 
 GPU_QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 WATCH_MS = 500
+SM_CLOCK = "sm_clock_mhz"
 PACKAGES = ("torch", "triton", "transformers")
 
 
@@ -50,14 +52,15 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def describe_software() -> dict[str, Any]:
-    """Versions, and the commit where Headrace runs from a checkout."""
+    """Versions, and the commit: what COMMIT says, else that of the checkout that Headrace runs from."""
+    named = os.environ.get("COMMIT")
     root = Path(headrace.__file__).parent.parent
-    commit = output_of("git", "rev-parse", "HEAD", cwd=root) if (root / ".git").exists() else ""
+    commit = output_of("git", "rev-parse", "HEAD", cwd=root) if not named and (root / ".git").exists() else ""
     is_changed = bool(commit and output_of("git", "status", "--porcelain", "--untracked-files=no", cwd=root))
     versions = {"python": platform.python_version(), "headrace": headrace.__version__}
     return {
         "versions": versions | {name: version for name in PACKAGES if (version := version_of(name))},
-        "commit": (commit + ("+changes" if is_changed else "")) or os.environ.get("COMMIT") or None,
+        "commit": named or (commit + ("+changes" if is_changed else "")) or None,
         "command": shlex.join(["headrace", *sys.argv[1:]]),
         "load_average": list(os.getloadavg()),
     }
@@ -73,10 +76,12 @@ def version_of(package: str) -> str | None:
 
 @dataclass
 class GpuWatch:
-    """Reads a GPU's clocks, power and temperature twice a second while it is entered; nothing where there is none."""
+    """Reads a GPU's clocks, power and temperature while it is entered; nothing where there is none."""
 
     is_on: bool
-    samples: list[tuple[float, ...]] = field(default_factory=list)
+    every_ms: int = WATCH_MS
+    samples: list[tuple[float, tuple[float, ...]]] = field(default_factory=list)
+    """When each was read, by `time.monotonic`, and the figures of GPU_QUERY."""
     _process: "subprocess.Popen[str] | None" = None
     _thread: threading.Thread | None = None
 
@@ -85,7 +90,10 @@ class GpuWatch:
             command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits", "-i", "0"]
             try:
                 self._process = subprocess.Popen(
-                    [*command, f"--loop-ms={WATCH_MS}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                    [*command, f"--loop-ms={self.every_ms}"],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
                 )
             except OSError:
                 return self
@@ -109,18 +117,23 @@ class GpuWatch:
         samples = self.samples[since:]
         if not samples:
             return None
-        names = ("sm_clock_mhz", "memory_clock_mhz", "power_w", "temperature_c")
-        columns = zip(names, zip(*samples, strict=True), strict=True)
+        names = (SM_CLOCK, "memory_clock_mhz", "power_w", "temperature_c")
+        columns = zip(names, zip(*(figures for _, figures in samples), strict=True), strict=True)
         return {
             name: {"min": min(values), "mean": statistics.fmean(values), "max": max(values)} for name, values in columns
         }
+
+    def clock_between(self, start: float, end: float) -> float | None:
+        """Mean clock of the multiprocessors in MHz, over the samples of a time; None where there is none."""
+        seen = [figures[0] for at, figures in self.samples if start <= at <= end]
+        return statistics.fmean(seen) if seen else None
 
     def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             values = [_number(part) for part in line.split(",")]
             if len(values) == 4 and all(value is not None for value in values):
-                self.samples.append(tuple(value for value in values if value is not None))
+                self.samples.append((time.monotonic(), tuple(value for value in values if value is not None)))
 
 
 def _number(text: str) -> float | None:

@@ -6,7 +6,9 @@ run one after another, and attention after them. That is what an engine of one k
 past it takes overlap inside kernels. Activations are left out: they mostly stay in the caches.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from headrace.config.dtype import BYTES, kv_head_bytes
 from headrace.config.model import ModelConfig
@@ -21,6 +23,25 @@ class Ceilings:
     """Sustained multiply-adds as two operations per second, by dtype: float32, bfloat16, float16, fp8."""
     attention_flops: float | None = None
     """The same of causal attention over a long prompt; None: that of a product."""
+    clock_mhz: Mapping[str, float] = field(default_factory=dict)
+    """The clock at which each rate was sustained, by dtype, and "attention"; empty where it is not known."""
+    burst_flops: Mapping[str, float] = field(default_factory=dict)
+    """Rates of the first moment, by dtype: the most there is at any clock."""
+
+    def at_clock(self, mhz: float) -> "Ceilings":
+        """The ceilings of a run that saw this clock on average: operations follow it, the memory's bandwidth does not.
+
+        A card that is held by its power runs products at a lower clock than anything else, and how low depends on the
+        card and its cooling: without this a share would hold the weather of two different moments.
+        """
+
+        def scaled(name: str, rate: float) -> float:
+            known = self.clock_mhz.get(name)
+            return rate if not known else min(rate * mhz / known, max(rate, self.burst_flops.get(name, math.inf)))
+
+        rates = {dtype: scaled(dtype, rate) for dtype, rate in self.matrix_flops.items()}
+        attention = None if self.attention_flops is None else scaled("attention", self.attention_flops)
+        return replace(self, matrix_flops=rates, attention_flops=attention)
 
     def rate(self, dtype: str) -> float:
         """Operations per second of a product in `dtype`; that of the nearest known dtype where it was not measured."""

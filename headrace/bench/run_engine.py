@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.bench.ceilings import as_ceilings, find_ceilings
 from headrace.bench.dataset import BenchRequest, check_lengths, read_dataset, with_ids
-from headrace.bench.hardware import GpuWatch
+from headrace.bench.hardware import SM_CLOCK, GpuWatch
 from headrace.bench.load import Load, TargetGoneError
 from headrace.bench.model_shape import shape_of
 from headrace.bench.offline import EngineTarget, run_level, settle, trace_level, warm_up
@@ -189,7 +189,9 @@ class EngineRun:
         )
         level |= {"num_unfinished": load.num_requests - len(load.records), "request_rate": None}
         if self._shape is not None and self._ceilings is not None:
-            level["roofline"] = roofline_shares(self._shape, self._ceilings, level)
+            clock = gpu[SM_CLOCK]["mean"] if gpu is not None else None
+            ceilings = self._ceilings if clock is None else self._ceilings.at_clock(clock)
+            level["roofline"] = roofline_shares(self._shape, ceilings, level)
         return level | {"steps": split, "gpu": gpu, "trace": None}
 
     async def _trace(self, llm: AsyncLLM, concurrencies: Sequence[int]) -> None:

@@ -31,6 +31,7 @@ def roofline_shares(shape: Shape, ceilings: Ceilings, level: dict[str, Any]) -> 
     tpot, ttft = level["tpot_ms"], level["ttft_ms"]
     return {
         "sequences": users,
+        "matrix_flops": dict(ceilings.matrix_flops),
         "decode": _entry(decode, tpot["mean"] if tpot else None),
         "prefill": _entry(prefill, ttft["mean"] if ttft and level["mean_in_flight"] <= ALONE else None),
         "closed_loop": {

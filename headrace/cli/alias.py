@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other spellings of flags, so that command lines written for other servers work; each use says what it became."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -14,6 +15,8 @@ class Alias:
     """What the alias stands for, where it takes no value of its own."""
     inverts: bool = False
     """A boolean that says the opposite."""
+    values: Mapping[str, str | None] | None = None
+    """The values it may have, and what each becomes; None: nothing, as things are like that here anyway."""
     note: str = ""
     """How the meaning differs."""
 

@@ -37,6 +37,10 @@ def latency(invocation: Invocation) -> int:
 def _engine(invocation: Invocation, kind: str, usual: tuple[int, ...] | None) -> int:
     options = invocation.options
     set_log_level(options["log_level"])
+    if options["model_path"] is not None:
+        if invocation.model is not None:
+            invocation.layer.put(("served_model_name",), invocation.model, "--model")
+        invocation.layer.put(("model",), options["model_path"], "--model_path")
     settings = read_settings(invocation)
     log_settings(invocation, settings)
     plan = EnginePlan(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands below `headrace bench`, as data. Names of options are TensorRT-LLM's where it has them."""
 
+from headrace.cli.bench_alias import DATASET_ALIASES, DATASET_REFUSED, ENGINE_ALIASES, ENGINE_REFUSED
 from headrace.cli.command import CONFIG, LOG_LEVEL, Command, Group, Option
 
 WORK, LOAD, REPORT = "Workload", "Load", "Report"
@@ -33,6 +34,7 @@ OUTPUT = (
            group=REPORT),
     LOG_LEVEL,
 )  # fmt: skip
+MODEL_PATH = Option("model_path", "the model's folder, where --model is only what to call it", metavar="DIR")
 ENGINE_ONLY = (
     Option("concurrency", "requests in flight, or several levels: 1,8,64 (default: max_batch_size; at most 8 on a CPU)",
            "ints", metavar="N[,N...]", group=LOAD),
@@ -73,6 +75,7 @@ WHERE_TO = (
     Option("num_requests", "lines to write", "int", metavar="N"),
     Option("random_seed", "of the random ids and lengths (default: 420)", "int", metavar="N", default=420),
     Option("text", "write text in place of token ids, for chat (needs a model)", "flag", default=False),
+    LOG_LEVEL,
 )
 
 
@@ -101,6 +104,8 @@ def _prepare(
         trees=(),
         options=(*options, *shared),
         arguments="none",
+        aliases=DATASET_ALIASES,
+        refused=DATASET_REFUSED,
         example=f"headrace {PREPARE} {name} {example}",
     )
 
@@ -110,16 +115,20 @@ BENCH = (
         "bench throughput",
         "the engine's limit: a closed loop over a model loaded here",
         "headrace.cli.bench:throughput",
-        options=(*DATASET, *SYNTHETIC, *SAMPLING, *ENGINE_ONLY, *OUTPUT, CONFIG),
+        options=(MODEL_PATH, *DATASET, *SYNTHETIC, *SAMPLING, *ENGINE_ONLY, *OUTPUT, CONFIG),
         model_is_optional=True,
+        aliases=ENGINE_ALIASES,
+        refused=ENGINE_REFUSED,
         example="headrace bench throughput demo --concurrency 1,4,8 --report_json run.json --plot run.html",
     ),
     Command(
         "bench latency",
         "the same at low concurrency: 1 unless told otherwise",
         "headrace.cli.bench:latency",
-        options=(*DATASET, *SYNTHETIC, *SAMPLING, *ENGINE_ONLY, *OUTPUT, CONFIG),
+        options=(MODEL_PATH, *DATASET, *SYNTHETIC, *SAMPLING, *ENGINE_ONLY, *OUTPUT, CONFIG),
         model_is_optional=True,
+        aliases=ENGINE_ALIASES,
+        refused=ENGINE_REFUSED,
         example="headrace bench latency demo --input_len 128 --output_len 64",
     ),
     Command(

@@ -9,28 +9,32 @@ from headrace.bench.dataset import BenchRequest, with_text, write_dataset
 from headrace.bench.real_requests import read_real_requests
 from headrace.bench.workload import Lengths
 from headrace.cli.flags import Invocation
+from headrace.cli.settings import set_log_level
 from headrace.config.checkpoint import load_model_config
 from headrace.config.llm_args import LlmArgs
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
+from headrace.logger import get_logger
 from headrace.utils.hub import resolve_model
+
+logger = get_logger(__name__)
 
 
 def token_norm_dist(invocation: Invocation) -> int:
     """Random ids, lengths from a normal distribution."""
-    options = invocation.options
+    options = _options(invocation)
     return _write_random(options, _normal(options, "input"), _normal(options, "output"))
 
 
 def token_unif_dist(invocation: Invocation) -> int:
     """Random ids, lengths evenly between two bounds."""
-    options = invocation.options
+    options = _options(invocation)
     return _write_random(options, _even(options, "input"), _even(options, "output"))
 
 
 def shared_prefix(invocation: Invocation) -> int:
     """Groups of requests that begin alike."""
-    options = invocation.options
+    options = _options(invocation)
     requests = workload.shared_prefix(
         _count(options),
         _needed(options, "num_prefixes"),
@@ -45,7 +49,7 @@ def shared_prefix(invocation: Invocation) -> int:
 
 def multi_turn(invocation: Invocation) -> int:
     """Conversations."""
-    options = invocation.options
+    options = _options(invocation)
     requests = workload.multi_turn(
         _needed(options, "num_conversations"),
         _needed(options, "num_turns"),
@@ -59,12 +63,20 @@ def multi_turn(invocation: Invocation) -> int:
 
 def from_jsonl(invocation: Invocation) -> int:
     """Real requests."""
-    options = invocation.options
+    options = _options(invocation)
     if not options["input"]:
         raise ConfigError("from-jsonl needs a file of real requests: --input FILE.", param="input")
     tokenizer = _tokenizer(options)
     count = None if options["num_requests"] is None else _count(options)
     return _write(options, read_real_requests(options["input"], tokenizer, options["output_mean"], count))
+
+
+def _options(invocation: Invocation) -> dict[str, Any]:
+    """The command's options; what its flags became is said."""
+    set_log_level(invocation.options["log_level"])
+    for sentence in invocation.became:
+        logger.info("%s", sentence)
+    return invocation.options
 
 
 def _write_random(options: dict[str, Any], input_lens: Lengths, output_lens: Lengths) -> int:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command is made of, as data."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from headrace.cli.alias import Alias
 
 Kind = Literal["text", "int", "float", "flag", "list", "ints"]
 """list: may be repeated; ints: whole numbers, comma-separated or repeated."""
@@ -37,6 +40,10 @@ class Command:
     arguments: Literal["model", "files", "none"] = "model"
     """What it takes that is not a flag."""
     model_is_optional: bool = False
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+    """Other spellings of its flags, beside those of all commands."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the like in other programs that mean nothing here, and why: the rest of a sentence that they begin."""
     example: str = ""
 
 

@@ -3,7 +3,7 @@
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -66,6 +66,8 @@ class Flags:
         self.command = command
         self.flags: dict[str, _Flag] = {option.name: _Flag(option.name, option=option) for option in command.options}
         self.shorts = {option.short: option.name for option in command.options if option.short}
+        if command.arguments == "model":
+            self.shorts["-m"] = "model"
         for tree in command.trees:
             for leaf in leaves(TREES[tree], groups=True):
                 if leaf.name != "model":
@@ -122,9 +124,20 @@ class Flags:
             name, negated = name[3:], True
         if name == "model" and name not in self.flags and self.command.arguments == "model":
             return [_take(spelled, value, rest)]
-        alias = ALIASES.get(name) if name not in self.flags else None
+        if name in self.command.refused:
+            raise ConfigError(f"Flag {spelled} {self.command.refused[name]}")
+        alias = (self.command.aliases.get(name) or ALIASES.get(name)) if name not in self.flags else None
+        if alias and alias.values is not None:
+            converted = _converted(spelled, alias.values, _take(spelled, value, rest))
+            if converted is None:
+                return []
+            value = converted
         target = alias.target if alias else name
         flag = self.flags.get(target)
+        if flag is None and alias is not None:
+            # It takes no value and asks for what is so anyway.
+            became.append(f"{spelled} has no effect ({alias.note}).")
+            return []
         if flag is None:
             return self._foreign(spelled, name, value, rest, layer)
         if alias and alias.value is not None:
@@ -147,7 +160,7 @@ class Flags:
             text = value if value is not None else rest.pop(0) if rest and not rest[0].startswith("-") else "true"
             layer.put((name,), parse_yaml(text, f"the value of {spelled}"), spelled)
             return []
-        near = nearest(name, [*self.flags, *ALIASES])
+        near = nearest(name, [*self.flags, *self.command.aliases, *ALIASES])
         if near is None or name in every_leaf():
             last = name.rsplit(".", 1)[-1]
             near = next((full for full in self.flags if full.rsplit(".", 1)[-1] == last), near)
@@ -266,6 +279,13 @@ def _take(spelled: str, value: str | None, rest: list[str]) -> str:
     if not rest:
         raise ConfigError(f"Flag {spelled} needs a value.")
     return rest.pop(0)
+
+
+def _converted(spelled: str, values: Mapping[str, str | None], text: str) -> str | None:
+    """What a value of an alias becomes. ConfigError for one that it cannot have."""
+    if text.lower() not in values:
+        raise ConfigError(f"Flag {spelled} takes {' or '.join(values)} here, but got {text!r}.")
+    return values[text.lower()]
 
 
 def _boolean(spelled: str, value: str | None, rest: list[str], negated: bool) -> str:

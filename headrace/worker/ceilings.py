@@ -30,6 +30,8 @@ BURST_S = 0.05
 """The first moment of a measurement, before a card heats up."""
 
 Measured = dict[str, float]
+Window = tuple[float, float]
+"""From when to when, by `time.monotonic`, a rate was sustained: whoever watches the clocks knows then which it was."""
 
 
 def measure(device: str, num_threads: int) -> dict[str, Any]:
@@ -37,12 +39,16 @@ def measure(device: str, num_threads: int) -> dict[str, Any]:
     torch.manual_seed(0)
     if device == "cpu":
         torch.set_num_threads(num_threads)
+    windows: dict[str, Window] = {}
     rates: dict[str, Measured] = {}
     for dtype in ("float32", "bfloat16") if device == "cpu" else ("bfloat16",):
         rates[dtype] = _product(device, dtype)
+        windows[dtype] = _window(rates[dtype])
     if device == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
         rates["fp8"] = _product_fp8()
+        windows["fp8"] = _window(rates["fp8"])
     attention = _attention(device)
+    windows["attention"] = _window(attention)
     return {
         "device": device,
         "torch": torch.__version__,
@@ -50,7 +56,8 @@ def measure(device: str, num_threads: int) -> dict[str, Any]:
         "read_bytes_per_s": _read(device),
         "matrix_flops": {dtype: rate["sustained"] for dtype, rate in rates.items()},
         "matrix_flops_burst": {dtype: rate["burst"] for dtype, rate in rates.items()},
-        "attention_flops": attention,
+        "attention_flops": attention["sustained"],
+        "windows": windows,
     }
 
 
@@ -66,8 +73,13 @@ def _rate(device: str, amount: float, run: Callable[[], object], share: float = 
     seconds = SECONDS[device] * share
     # On the way to its sustained clock.
     _repeat(seconds / 2, run, sync)
+    start = time.monotonic()
     sustained = _repeat(max(seconds - (time.perf_counter() - begun), seconds / 2), run, sync)
-    return {"burst": amount / burst, "sustained": amount / sustained}
+    return {"burst": amount / burst, "sustained": amount / sustained, "start": start, "end": time.monotonic()}
+
+
+def _window(rate: Measured) -> Window:
+    return rate["start"], rate["end"]
 
 
 def _repeat(seconds: float, run: Callable[[], object], sync: Callable[[], None]) -> float:
@@ -108,7 +120,7 @@ def _product_fp8() -> Measured:
     return _rate("cuda", 2.0 * size**3, run)
 
 
-def _attention(device: str) -> float:
+def _attention(device: str) -> Measured:
     """Causal attention over a long prompt, by the fastest that torch has."""
     heads, tokens, width = PROMPTS[device]
     kind = torch.bfloat16 if device == "cuda" else torch.float32
@@ -118,13 +130,13 @@ def _attention(device: str) -> float:
     def run() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    amount, best = 2.0 * heads * tokens**2 * width, 0.0
+    amount, best = 2.0 * heads * tokens**2 * width, {"sustained": 0.0, "start": 0.0, "end": 0.0}
     if not backends:
-        return _rate(device, amount, run)["sustained"]
+        return _rate(device, amount, run)
     for backend in backends:
         with sdpa_kernel(backend):
             try:
-                best = max(best, _rate(device, amount, run, 0.5)["sustained"])
+                best = max(best, _rate(device, amount, run, 0.5), key=lambda rate: rate["sustained"])
             except RuntimeError:
                 # Not built into this torch, or not for this card.
                 continue

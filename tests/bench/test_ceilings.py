@@ -105,7 +105,32 @@ def test_a_gpus_clocks_are_seen_while_it_works(tmp_path: Path, monkeypatch: pyte
     # The sample with a figure missing is passed over.
     assert seen["sm_clock_mhz"] == {"min": 1500, "mean": 1740, "max": 1980}
     assert seen["power_w"]["max"] == 699.5
+    first, second = (at for at, _ in watch.samples)
+    assert watch.clock_between(first, second) == 1740
+    assert watch.clock_between(second + 1, second + 2) is None
     assert watch.summary(watch.mark()) is None
+
+
+def test_ceilings_of_a_gpu_are_kept_with_their_clocks_and_old_ones_measured_again(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(NVIDIA_SMI)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    body = (
+        "import json, time\nbegun = time.monotonic()\ntime.sleep(1)\n"
+        f"values = {VALUES!r} | {{'windows': {{'bfloat16': [begun - 5, time.monotonic()], 'attention': [0, 1]}}}}\n"
+        "print(json.dumps(values))"
+    )
+    measurer(tmp_path, body, monkeypatch)
+    values = find_ceilings("cuda", 1, said.append)
+    assert values is not None and values["clock_mhz"] == {"bfloat16": 1740} and "windows" not in values
+    (file,) = (tmp_path / "cache" / "ceilings").iterdir()
+    file.write_text(json.dumps(VALUES))
+    assert find_ceilings("cuda", 1, said.append, may_measure=False) == VALUES
+    assert find_ceilings("cuda", 1, said.append) != VALUES
+    assert sum("Measuring" in text for text in said) == 2
 
 
 def test_without_a_gpu_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +141,11 @@ def test_without_a_gpu_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> No
     assert describe_machine("cuda")["name"]
 
 
-def test_a_report_says_which_software_it_was() -> None:
+def test_a_report_says_which_software_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMIT", "0123abc")
+    assert describe_software()["commit"] == "0123abc"
+    monkeypatch.delenv("COMMIT")
     software = describe_software()
+    assert software["commit"] != "0123abc"
     assert {"python", "headrace", "torch"} <= set(software["versions"])
     assert len(software["load_average"]) == 3

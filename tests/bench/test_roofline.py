@@ -103,6 +103,25 @@ def test_the_caches_dtype_comes_from_its_bytes() -> None:
     assert shape_of(QWEN3_8B, source, "bfloat16", None).kv_bytes == 2
 
 
+def test_operations_follow_the_clock_of_the_run_and_bytes_do_not() -> None:
+    measured = Ceilings(
+        4e12, {"bfloat16": 600e12, "fp8": 1200e12}, 550e12,
+        clock_mhz={"bfloat16": 1200.0, "attention": 1500.0}, burst_flops={"bfloat16": 800e12},
+    )  # fmt: skip
+    slower = measured.at_clock(1000.0)
+    assert slower.read_bytes_per_s == 4e12
+    assert slower.matrix_flops["bfloat16"] == pytest.approx(500e12)
+    assert slower.attention_flops == pytest.approx(550e12 * 1000 / 1500)
+    # A rate whose clock was not seen stays, and nothing passes what the card does in its first moment.
+    assert slower.matrix_flops["fp8"] == 1200e12
+    faster = measured.at_clock(1980.0)
+    assert faster.matrix_flops["bfloat16"] == 800e12
+    assert faster.attention_flops == pytest.approx(550e12 * 1.32)
+    prompt = [BF16.prefill(ceilings, 4096).seconds for ceilings in (faster, measured, slower)]
+    assert prompt == sorted(prompt) and prompt[0] < prompt[2]
+    assert BF16.decode(slower, 1, 100).seconds == pytest.approx(BF16.decode(measured, 1, 100).seconds, rel=0.01)
+
+
 def level(**fields: object) -> dict[str, object]:
     return {
         "mean_input_len": 1024.0, "mean_output_len": 256.0, "cache": {"share": 0.0}, "mean_in_flight": 1.0,

@@ -201,6 +201,18 @@ def test_a_prepared_file_is_a_dataset(kind: str, flags: list[str], count: int, m
     assert max(token for request in requests for token in request.input_ids or ()) < VOCAB_SIZE
 
 
+def test_a_set_goes_to_the_terminal_by_either_name(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-requests", "2", "--input-mean", "5", "--output-mean", "2"]
+    written = []
+    for where in (["--stdout"], ["--output", "-"]):
+        assert main(["bench", "prepare-dataset", "--tokenizer", model, *where, "token-norm-dist", *flags]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] and written[0].count("\n") == 2
+    assert "requests with adapters are not supported yet" in refused(
+        ["bench", "prepare-dataset", "--lora-dir", "x", "--stdout", "token-norm-dist", *flags], capsys
+    )
+
+
 def test_a_prepared_file_may_hold_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num_requests", "1", "--input_mean", "9", "--output_mean", "3", "--text", "--output", "-"]
     assert main(["bench", "prepare-dataset", "token-norm-dist", "--tokenizer", model, *flags]) == 0
@@ -233,6 +245,8 @@ def test_a_sweep_over_an_engine(
     assert not report["is_partial"] and report["kind"] == "throughput"
     assert report["model"]["is_random"] and report["engine"]["vocab_size"] == VOCAB_SIZE
     assert report["memory"]["peak_bytes"] > 0
+    assert report["startup"]["weights"] > 0 and "startup" not in report["engine"]
+    assert f"start {sum(report['startup'].values()):.1f} s" in out
     assert [level["concurrency"] for level in report["levels"]] == [1, 3]
     for level in report["levels"]:
         assert (level["num_requests"], level["num_failed"], level["num_unfinished"]) == (6, 0, 0)

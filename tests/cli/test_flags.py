@@ -126,6 +126,56 @@ def test_every_alias_leads_to_a_flag() -> None:
         assert name not in flags, name
 
 
+@pytest.mark.parametrize("name", [name for name, command in BY_NAME.items() if command.aliases or command.refused])
+def test_every_alias_of_a_command_leads_to_its_flag_and_hides_none(name: str) -> None:
+    command = BY_NAME[name]
+    flags = Flags(command).flags
+    for spelled, alias in command.aliases.items():
+        is_inert = alias.value == "" or None in (alias.values or {}).values()
+        assert alias.target in flags or is_inert, spelled
+        assert spelled not in flags, spelled
+    for spelled, why in command.refused.items():
+        assert spelled not in flags and spelled not in command.aliases, spelled
+        assert why.endswith(".") and why[0].islower(), spelled
+
+
+@pytest.mark.parametrize(
+    ("argv", "read", "became"),
+    [
+        ("--kv_cache_free_gpu_mem_fraction 0.8", {"kv_cache_config": {"free_gpu_memory_fraction": "0.8"}}, 1),
+        ("--scheduler_policy max_utilization", {"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}},
+         1),
+        ("--tp 2 --pp 1 --ep 1", {"tensor_parallel_size": "2", "pipeline_parallel_size": "1",
+                                  "moe_expert_parallel_size": "1"}, 3),
+        ("--enable_chunked_context", {"enable_chunked_prefill": "true"}, 1),
+        ("--beam_width 1 --backend pytorch", {"backend": "pytorch"}, 0),
+        ("--eos_id -1", {}, 1),
+    ],
+)  # fmt: skip
+def test_flags_of_trtllm_bench_are_taken(argv: str, read: dict[str, object], became: int) -> None:
+    invocation = parse("-m", "demo", *argv.split(), command="bench throughput")
+    assert invocation.layer.values == {**read, "model": "demo"}
+    assert len(invocation.became) == became
+    assert invocation.options["ignore_eos"] is True
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--engine_dir e", "Flag --engine_dir names a built engine, which is not needed here:"),
+        ("--target-input-len 5", "Flag --target-input-len feeds a heuristic"),
+        ("--beam_width 4", "Flag --beam_width takes 1 here, but got '4'."),
+        ("--eos_id 2", "Flag --eos_id takes -1 here, but got '2'."),
+        (
+            "--scheduler_policy static_batch",
+            "Flag --scheduler_policy takes guaranteed_no_evict or max_utilization here",
+        ),
+    ],
+)
+def test_flags_of_trtllm_bench_without_a_meaning_are_refused_with_the_reason(argv: str, said: str) -> None:
+    assert refusal("demo", *argv.split(), command="bench latency").startswith(said)
+
+
 def test_a_config_file_has_two_names_and_a_short_one() -> None:
     for spelled in ("--config", "--extra_llm_api_options", "--extra-llm-api-options", "-c"):
         invocation = parse("demo", spelled, "f.yaml")

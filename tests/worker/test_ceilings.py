@@ -22,4 +22,6 @@ def test_the_ceilings_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["device"] == "cpu" and values["num_threads"] == 1
     assert set(values["matrix_flops"]) == set(values["matrix_flops_burst"]) == {"float32", "bfloat16"}
     assert values["matrix_flops"]["float32"] > 1e8 and values["attention_flops"] > 1e6
+    assert set(values["windows"]) == {"float32", "bfloat16", "attention"}
+    assert all(0 < start < end for start, end in values["windows"].values())
     assert 1e8 < values["read_bytes_per_s"] < 1e12
