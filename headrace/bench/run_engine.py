@@ -26,7 +26,7 @@ from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.tokenizer import load_tokenizer
-from headrace.errors import EngineError
+from headrace.errors import EngineError, HeadraceError
 from headrace.utils.hub import ModelSource, resolve_model
 from headrace.utils.machine import nvidia_gpus
 from headrace.utils.threads import usable_cores
@@ -92,6 +92,9 @@ class EngineRun:
             code = 0 if why is None and not any(level["num_failed"] for level in self._report.levels) else 1
         except asyncio.CancelledError:
             why, code = "stopped by Ctrl-C", INTERRUPTED
+        except HeadraceError as error:
+            why = error.message
+            raise
         finally:
             llm.shutdown()
             self._report.end(why)

@@ -26,7 +26,7 @@ from headrace.config.checkpoint import load_model_config
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.utils.hub import ModelSource, resolve_model
 from headrace.utils.machine import nvidia_gpus
 from headrace.utils.threads import usable_cores
@@ -109,6 +109,9 @@ class ServerRun:
             code = 0 if why is None and not any(level["num_failed"] for level in self._report.levels) else 1
         except asyncio.CancelledError:
             why, code = "stopped by Ctrl-C", INTERRUPTED
+        except HeadraceError as error:
+            why = error.message
+            raise
         finally:
             self._target.close()
             self._report.end(why)

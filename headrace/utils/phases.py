@@ -9,6 +9,8 @@ from pathlib import Path
 from headrace.utils.machine import read_text
 
 WIDTH = 32
+SHOWN_S = 0.005
+"""Less than that has no line; the total holds it."""
 
 
 class Phases:
@@ -36,7 +38,7 @@ class Phases:
         """A table, for a log."""
         return [
             f"{title:<{WIDTH}}{'seconds':>10}",
-            *(f"  {name:<{WIDTH - 2}}{seconds:10.2f}" for name, seconds in self.seconds.items()),
+            *(f"  {name:<{WIDTH - 2}}{each:10.2f}" for name, each in self.seconds.items() if each >= SHOWN_S),
             f"= {'total':<{WIDTH - 2}}{sum(self.seconds.values()):10.2f}",
         ]
 

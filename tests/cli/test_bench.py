@@ -323,6 +323,21 @@ def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path, capsys: pyte
     assert json.loads((tmp_path / "r.json").read_text())["is_partial"]
 
 
+def test_a_report_says_what_stopped_a_run_before_its_first_level(
+    server: RunningServer, model: str, tmp_path: Path, ceilings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Token ids for an endpoint that takes text; a cache that cannot hold one request."""
+    path = tmp_path / "r.json"
+    serving = ["bench", "serve", "--url", server.url, "--endpoint", "chat", "--input_len", "8", *ceilings]
+    loading = ["bench", "throughput", model, "--load_format", "dummy", "--input_len", "8", "--output_len", "8"]
+    loading += ["--max_seq_len", "500", "--kv_cache_config.max_tokens", "64", *ceilings]
+    for argv, why in ((serving, "chat takes text"), (loading, "max_seq_len (500) does not fit")):
+        assert main([*argv, "--report_json", str(path)]) == 2
+        assert why in capsys.readouterr().err
+        report = json.loads(path.read_text())
+        assert report["is_partial"] and why in report["partial_reason"] and report["levels"] == []
+
+
 def test_a_server_that_dies_in_mid_run_leaves_what_was_measured(
     server: RunningServer, tmp_path: Path, ceilings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
