@@ -34,6 +34,7 @@ logger = get_logger(__name__)
 
 MEDIA = ("GPU", "CPU", "STORAGE")
 """Cache levels in the stream's words; the device is "GPU" whatever it is."""
+DEVICE = frozenset({0})
 END = (-1).to_bytes(8, "big", signed=True)
 STOP_WAIT_S = 2.0
 LINGER_MS = 200
@@ -154,8 +155,8 @@ class _Sender:
         self._topic = config.topic.encode()
         self._rank = rank
         self._encode = msgspec.msgpack.Encoder().encode
-        self._levels: dict[bytes, int] = {}
-        """Of blocks that do not lie on the device."""
+        self._where: dict[bytes, set[int]] = {}
+        """The levels on which subscribers know a block, where that is not the device alone."""
         self.kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
 
     def message(self, seq: int, at: float, events: list[Event]) -> list[bytes]:
@@ -172,13 +173,20 @@ class _Sender:
         if isinstance(event, Removed):
             return self._removed(event.block_hashes)
         if isinstance(event, Updated):
-            old, new = event.old_cache_level, event.block.cache_level
-            if old == new:
-                return []
-            gone = ["BlockRemoved", [as_int(event.block.block_hash)], MEDIA[old]]
-            return [gone, self._run_of(event.parent_hash, [event.block], event)]
+            return self._moved(event, event.block.cache_level)
         # A subscriber that outlived the last engine at this address forgets what it knew.
         return [["AllBlocksCleared"]]
+
+    def _moved(self, event: Updated, level: int) -> list[list[Any]]:
+        """A block on its way up stays known below until it is gone: a router that removes a block forgets what follows
+        it, and that has not moved."""
+        if level == event.old_cache_level:
+            return []
+        stored = self._run_of(event.parent_hash, [event.block], event)
+        if level < event.old_cache_level:
+            return [stored]
+        self._where[event.block.block_hash].discard(event.old_cache_level)
+        return [["BlockRemoved", [as_int(event.block.block_hash)], MEDIA[event.old_cache_level]], stored]
 
     def _stored(self, event: Stored) -> list[list[Any]]:
         """One event for each run of blocks on one level."""
@@ -194,11 +202,10 @@ class _Sender:
     def _run_of(self, parent: bytes | None, blocks: list[Block], event: Stored | Updated) -> list[Any]:
         """A BlockStored for blocks of one level, each the child of the one before it."""
         level = blocks[0].cache_level
-        for block in blocks:
-            if level:
-                self._levels[block.block_hash] = level
-            else:
-                self._levels.pop(block.block_hash, None)
+        if level or self._where:
+            for block in blocks:
+                if level or block.block_hash in self._where:
+                    self._where.setdefault(block.block_hash, set()).add(level)
         spelled: list[Any] = [
             "BlockStored",
             [as_int(block.block_hash) for block in blocks],
@@ -219,5 +226,6 @@ class _Sender:
     def _removed(self, block_hashes: list[bytes]) -> list[list[Any]]:
         by_level: dict[int, list[int]] = {}
         for each in block_hashes:
-            by_level.setdefault(self._levels.pop(each, 0), []).append(as_int(each))
-        return [["BlockRemoved", numbers, MEDIA[level]] for level, numbers in by_level.items()]
+            for level in self._where.pop(each, DEVICE):
+                by_level.setdefault(level, []).append(as_int(each))
+        return [["BlockRemoved", by_level[level], MEDIA[level]] for level in sorted(by_level)]

@@ -157,11 +157,15 @@ def test_a_block_is_followed_from_level_to_level(
         ["BlockStored", shown(2, 3), shown(1)[0], list(range(8, 16)), SIZE, None, "CPU"],
         ["BlockRemoved", shown(1), "GPU"],
         ["BlockStored", shown(1), shown(0)[0], [4, 5, 6, 7], SIZE, None, "CPU"],
-        ["BlockRemoved", shown(2), "CPU"],
+        # Back on the device, and known on the host still.
         ["BlockStored", shown(2), shown(1)[0], [8, 9, 10, 11], SIZE, None, "GPU"],
         ["BlockRemoved", shown(0, 2), "GPU"],
-        ["BlockRemoved", shown(1, 3), "CPU"],
+        ["BlockRemoved", shown(1, 2, 3), "CPU"],
     ]
+    log.stored(None, [block(2)])
+    log.removed([HASHES[2]])
+    log.flush()
+    assert [event[-1] for event in replay(1)[0][1][1]] == ["GPU", "GPU"], "it is remembered on the host"
 
 
 def test_a_subscriber_that_starts_late_replays_what_it_missed(

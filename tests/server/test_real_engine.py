@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -150,6 +151,17 @@ def test_a_batch_comes_back_in_order_with_its_cache_hits(demo):
     assert all(c.text.startswith(p) for c, p in zip(first.choices + again.choices, prompts * 2, strict=True))
     cached = again.usage.prompt_tokens_details.cached_tokens
     assert 0 < cached < again.usage.prompt_tokens and cached % 32 == 0
+
+
+def test_a_chat_says_how_much_of_it_was_cached_whole_and_streamed(demo):
+    messages = [{"role": "user", "content": "Say yes. " * 40}]
+    keep = {"kv_cache_retention_config": {"token_range_retention_configs": [{"token_start": 0, "priority": 100}]}}
+    with demo.openai() as client:
+        ask = partial(client.chat.completions.create, model="demo", messages=messages, max_tokens=2, extra_body=keep)
+        first, again = ask().usage, ask().usage
+        streamed = list(ask(stream=True, stream_options={"include_usage": True}))[-1].usage
+    assert first.prompt_tokens_details.cached_tokens < 32 <= again.prompt_tokens_details.cached_tokens
+    assert streamed == again
 
 
 def test_bad_requests_are_4xx_and_the_server_goes_on(demo):
