@@ -75,11 +75,6 @@ class KvCacheConfig(Config):
     """KV cache events that are kept for readers (`/kv_cache_events`, `LLM.get_kv_cache_events`); 0: none."""
     kv_events_config: Annotated[KvEventsConfig, Beta] = KvEventsConfig.model_construct()
     """The push stream of KV cache events."""
-
-    @property
-    def pushes_events(self) -> bool:
-        """Whether there is a push stream."""
-        return self.kv_events_config.enable_kv_cache_events and self.kv_events_config.publisher == "zmq"
     host_cache_size: Annotated[int, Field(ge=0)] = 0
     """Bytes of pinned host memory for blocks that leave the device, to come back on a hit; 0: none."""
     disk_cache_path: str | None = None
@@ -88,6 +83,11 @@ class KvCacheConfig(Config):
     """Bytes that the files in `disk_cache_path` may take; 0: there is no disk tier."""
     secondary_offload_min_priority: Annotated[int, Field(ge=0, le=100)] = 35
     """Blocks of a lower priority than this are dropped rather than moved to the host."""
+
+    @property
+    def pushes_events(self) -> bool:
+        """Whether there is a push stream."""
+        return self.kv_events_config.enable_kv_cache_events and self.kv_events_config.publisher == "zmq"
 
     @model_validator(mode="after")
     def _a_disk_tier_has_all_it_needs(self) -> "KvCacheConfig":
