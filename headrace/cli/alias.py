@@ -35,6 +35,7 @@ ALIASES: dict[str, Alias] = {
     "block_size": Alias("kv_cache_config.tokens_per_block"),
     "tokens_per_block": Alias("kv_cache_config.tokens_per_block"),
     "kv_cache_dtype": Alias("kv_cache_config.dtype"),
+    "kv_events_config": Alias("kv_cache_config.kv_events_config"),
     "enable_prefix_caching": Alias("kv_cache_config.enable_block_reuse"),
     "enable_block_reuse": Alias("kv_cache_config.enable_block_reuse"),
     "attention_backend": Alias("attn_backend"),

@@ -104,6 +104,11 @@ def test_a_group_is_given_whole_or_in_part() -> None:
             {"kv_cache_config": {"enable_block_reuse": "false"}},
             "--no-enable-prefix-caching is taken as --kv_cache_config.enable_block_reuse false.",
         ),
+        (
+            ("--kv-events-config", '{"topic": "kv"}'),
+            {"kv_cache_config": {"kv_events_config": {"topic": "kv"}}},
+            '--kv-events-config is taken as --kv_cache_config.kv_events_config {"topic": "kv"}.',
+        ),
         (("--no-async-scheduling",), {"disable_overlap_scheduler": "true"}, "--no-async-scheduling is taken as"),
         (("--enforce-eager",), {"cuda_graph_config": None}, "--enforce-eager is taken as --cuda_graph_config null."),
         (("--tp_size", "1"), {"tensor_parallel_size": "1"}, "--tp_size is taken as --tensor_parallel_size 1."),
