@@ -18,7 +18,7 @@ from headrace.core.retention import DEFAULT_PRIORITY
 from headrace.errors import RequestError
 
 MAX_EVENTS_PER_PAGE = 10_000
-MAX_BLOCKS_PER_PAGE = 4_096
+MAX_BLOCKS_PER_PAGE = 2_048
 """A page ends with the event that brings it here, so that reading holds up a step by two milliseconds at most."""
 NOT_KEPT = (
     "KV cache events are not kept: kv_cache_config.event_buffer_max_size is 0; set it to the number of events that "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader of KV cache events knows: follows a log, asserts that it makes sense, and is compared with the cache."""
+"""What a reader of KV cache events knows: follows a log, asserts that it makes sense, compares it with the cache."""
 
 from headrace.core.block_hash import child_hash, root_hash
 from headrace.core.kv_events import Event, EventLog, Removed, Stored, Updated

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.config.cache import KvCacheConfig
 from headrace.core.block_hash import as_int, chain
-from headrace.core.kv_events import Block, Event, EventLog, EventPage, Removed, Stored, to_dict
+from headrace.core.kv_events import MAX_BLOCKS_PER_PAGE, Block, Event, EventLog, EventPage, Removed, Stored, to_dict
 from headrace.errors import RequestError
 
 SIZE = 4
@@ -147,7 +147,7 @@ def test_reading_consumes_nothing() -> None:
 def test_a_page_of_large_events_ends_early_and_says_where_to_go_on() -> None:
     log = EventLog(100, 512)
     for _ in range(5):
-        log.stored(None, [block(0)] * 9000)
+        log.stored(None, [block(0)] * (MAX_BLOCKS_PER_PAGE // 2 + 1))
         log.flush()
     first = log.read(0, 100)
     assert (len(first.events), first.next, first.lost) == (2, 2, 0)
