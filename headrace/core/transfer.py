@@ -38,4 +38,5 @@ class TransferResult(msgspec.Struct, frozen=True):
     transfer_id: int
     failed: list[int]
     """The copies (indices, ascending) that did not come about, whatever the reason, or whose block is not what it was:
-    where they went to holds garbage. Of a lookup: the blocks that are not there."""
+    where they went to holds no such block, on the device none that could do harm (no NaN). Of a lookup: the blocks that
+    are not there."""

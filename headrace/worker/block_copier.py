@@ -124,6 +124,7 @@ class CpuCopier:
             else:
                 np.copyto(on_device, on_host)
                 if checksum_of(on_device) != checksums[each.host_block]:
+                    on_device.fill(0)
                     failures.append(index)
         return Copied(failures)
 
@@ -177,7 +178,7 @@ class CudaCopier:
                 sums = self._sums(copies, order)
             done = torch.cuda.Event()
             done.record()
-        return CudaCopying(direction, copies, order, sums, done, self._host)
+        return CudaCopying(direction, copies, order, sums, done, self._host, self._blocks)
 
     def _sums(self, copies: Sequence[BlockCopy], order: Sequence[int]) -> Tensor:
         """Checksums of the blocks as they lie on the device, on their way to pinned memory; in the order of `order`."""
@@ -209,6 +210,7 @@ class CudaCopying:
         sums: Tensor,
         done: torch.cuda.Event,
         host: HostCache,
+        device_blocks: Sequence[Tensor],
     ) -> None:
         """sums: pinned, filled when `done` is; one for each copy, in the order of `order`."""
         self._direction = direction
@@ -217,13 +219,14 @@ class CudaCopying:
         self._sums = sums
         self._done = done
         self._host = host
+        self._device_blocks = device_blocks
 
     def is_done(self) -> bool:
         """See `Copying.is_done`."""
         return bool(self._done.query())
 
     def failed(self) -> list[int]:
-        """See `Copying.failed`. Of blocks that left, their checksums are kept."""
+        """See `Copying.failed`. Called where steps are launched: what came back wrong is cleared before the next."""
         failures = []
         for index, checksum in zip(self._order, self._sums.tolist(), strict=True):
             each = self._copies[index]
@@ -231,5 +234,7 @@ class CudaCopying:
             if self._direction == "to_host":
                 checksums[each.host_block] = checksum
             elif checksums[each.host_block] != checksum:
+                with torch.inference_mode():
+                    self._device_blocks[each.group][each.device_block].zero_()
                 failures.append(index)
         return sorted(failures)

@@ -36,7 +36,9 @@ for what in "$@"; do
     tests)
       $python -m pytest -q --timeout 300 -p no:cacheprovider tests/kernels tests/attention tests/worker -m 'not slow' 2>&1 | tee "$out/gpu_kernel_tests.log" || status=1
       $python -m pytest -q --timeout 300 -p no:cacheprovider -m gpu tests/gpu tests/models tests/e2e 2>&1 | tee "$out/gpu_tests.log" || status=1 ;;
-    kernels) $python -m benchmarks.kernels.bench_kernels --report_json "$out/kernels.json" || status=1 ;;
+    kernels)
+      $python -m benchmarks.kernels.bench_kernels --report_json "$out/kernels.json" || status=1
+      $python -m benchmarks.kernels.kv_transfer --report_json "$out/kv_transfer.json" || status=1 ;;
     engine) $python -m benchmarks.engine.qwen3_8b --report_json "$out/engine.json" || status=1 ;;
     *) echo "headrace: $what is none of tests, kernels, engine, keep" >&2; exit 2 ;;
   esac

@@ -53,6 +53,8 @@ def test_a_flipped_bit_in_host_memory_fails_that_copy_alone() -> None:
         place = random.Random(index).randrange(memory.nbytes)
         memory[place] ^= 1 << index
         assert rig.run("to_device", BACK) == [index]
+        # What is wrong could be NaN, which would outlive a mask.
+        assert not rig.blocks[group][BACK[index][1]].any()
         memory[place] ^= 1 << index
     assert rig.run("to_device", BACK) == []
     rig.transfers.close()
