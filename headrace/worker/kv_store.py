@@ -8,18 +8,15 @@ does not come back is computed anew, and one that comes back changed is found ou
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup
-from headrace.utils.hub import ModelSource
 
 LAYOUT = 1
 """Of the bytes inside a block; another number, and no old block is found any more."""
-NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 class BlockKey(NamedTuple):
@@ -55,14 +52,14 @@ class KvStore(Protocol):
         ...
 
 
-def fingerprint(config: ResolvedConfig, source: ModelSource, groups: Sequence[KvGroup]) -> bytes:
+def fingerprint(config: ResolvedConfig, groups: Sequence[KvGroup], weights: str) -> bytes:
     """32 bytes that are equal where blocks of equal tokens are equal: same weights, same shapes, same dtypes.
 
-    Equal in every process and on every machine.
+    weights: their digest (`weights_digest`). Equal in every process and on every machine.
     """
     facts: dict[str, Any] = {
         "layout": LAYOUT,
-        "weights": _weights(config, source),
+        "weights": weights,
         "model": msgspec.to_builtins(config.model, str_keys=True, enc_hook=str),
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
@@ -70,21 +67,3 @@ def fingerprint(config: ResolvedConfig, source: ModelSource, groups: Sequence[Kv
         "groups": msgspec.to_builtins(list(groups)),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
-
-
-def _weights(config: ResolvedConfig, source: ModelSource) -> Any:
-    """What tells a checkpoint from another without reading all of it: its files' names, sizes and samples."""
-    if config.args.load_format == "dummy":
-        return "dummy"
-    files = [source.path] if source.path.is_file() else sorted(source.path.glob("*.safetensors"))
-    return [(file.name, file.stat().st_size, _sample(file)) for file in files]
-
-
-def _sample(file: Path) -> str:
-    digest = hashlib.sha256()
-    size = file.stat().st_size
-    with open(file, "rb", buffering=0) as stream:
-        for index in range(NUM_SAMPLES):
-            stream.seek(max(0, size - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1))
-            digest.update(stream.read(SAMPLE_BYTES))
-    return digest.hexdigest()

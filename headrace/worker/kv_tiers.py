@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.config.resolve import ResolvedConfig
 from headrace.core.kv_cache_spec import KvGroup
@@ -16,12 +16,14 @@ from headrace.worker.host_cache import GIB, HostCache, HostLayout, num_host_bloc
 from headrace.worker.kv_store import KvStore, fingerprint
 from headrace.worker.kv_transfer import KvTransfers
 from headrace.worker.launch_queue import LaunchQueue
+from headrace.worker.weights_digest import weights_digest
 
 logger = get_logger(__name__)
 
 
 def open_tiers(
     config: ResolvedConfig,
+    model: nn.Module,
     source: ModelSource,
     groups: Sequence[KvGroup],
     arenas: Sequence[Tensor],
@@ -45,7 +47,7 @@ def open_tiers(
                 f"{sum(block_bytes)} bytes; use many times that, or 0 for no disk tier.",
                 param="kv_cache_config.disk_cache_size",
             )
-        name = fingerprint(config, source, groups)
+        name = fingerprint(config, groups, weights_digest(model, source))
         store = FolderStore(settings.disk_cache_path, name, settings.disk_cache_size)
     layout = HostLayout.side_by_side(block_bytes, num_blocks)
     copier: BlockCopier

@@ -167,7 +167,7 @@ class Worker:
         phases.end_of("CUDA graphs")
         # On a CPU the device's blocks are the host's memory too, taken as they are written.
         free = available_memory() - (ledger.kv_bytes if device.type == "cpu" else 0)
-        self._transfers = open_tiers(config, self._source, groups, self._runner.arenas.groups, self._queue, free)
+        self._transfers = open_tiers(config, model, self._source, groups, self._runner.arenas.groups, self._queue, free)
         phases.end_of("KV tiers")
         return WorkerInfo(
             num_blocks=ledger.num_blocks,

@@ -3,7 +3,6 @@
 
 import errno
 import hashlib
-import json
 import os
 import struct
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transfers import Rig, outside
 
 from headrace.config.llm_args import LlmArgs
@@ -28,6 +28,7 @@ from headrace.worker import folder_store
 from headrace.worker.device import device_facts
 from headrace.worker.folder_store import HEADER_BYTES, FolderStore
 from headrace.worker.kv_store import BlockKey, fingerprint
+from headrace.worker.weights_digest import weights_digest
 
 MINE, ANOTHER = bytes(range(32)), bytes(range(1, 33))
 SIZE = 4096
@@ -301,49 +302,36 @@ HF = {
 }  # fmt: skip
 
 
-def test_a_fingerprint_tells_weights_shapes_and_dtypes_apart_and_nothing_else(tmp_path: Path) -> None:
-    def print_of(folder: str = "a", config: ResolvedConfig | None = None, heads: int = 2, **changes: object) -> bytes:
+def test_a_fingerprint_tells_weights_shapes_and_dtypes_apart_and_nothing_else() -> None:
+    def print_of(weights: str = "a", config: ResolvedConfig | None = None, heads: int = 2, **changes: object) -> bytes:
         specs = [KvSpec(heads, 8, dtype="float32")] * 3
-        path = tmp_path / folder
-        return fingerprint(
-            replace(config or usual, **changes), ModelSource("hf", path, "m", str(path)), group_layers(specs)
-        )
+        return fingerprint(replace(config or usual, **changes), group_layers(specs), weights)
 
-    for folder in ("a", "copy", "other"):
-        (tmp_path / folder).mkdir()
-        weights = bytearray(bytes(300_000))
-        weights[150_000:150_010] = b"other" * 2 if folder == "other" else b"model" * 2
-        weights[:5] = b"other" if folder == "other" else b"model"
-        (tmp_path / folder / "model.safetensors").write_bytes(weights)
-        (tmp_path / folder / "config.json").write_text(json.dumps(HF))
     model = ModelConfig.from_hf(HF)
     usual = resolve(LlmArgs(model="a", device="cpu", num_threads=1), model, device_facts("cpu"))
     larger = resolve(LlmArgs(model="b", device="cpu", num_threads=1, max_batch_size=8), model, device_facts("cpu"))
     right = print_of()
     assert len(right) == 32
-    assert print_of("copy", larger) == right
+    assert print_of(config=larger) == right
     different = [
-        print_of("other"), print_of(heads=4), print_of(tokens_per_block=16), print_of(kv_dtype="float16"),
+        print_of("b"), print_of(heads=4), print_of(tokens_per_block=16), print_of(kv_dtype="float16"),
         print_of(dtype="bfloat16"), print_of(model=replace(model, rms_norm_eps=1e-6)),
     ]  # fmt: skip
     assert len({right, *different}) == 7
 
 
-def test_a_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
     script = (
-        "import sys, json; sys.path[:0] = sys.argv[2:]\n"
-        "from pathlib import Path\n"
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
         "from test_folder_store import *\n"
         "model = ModelConfig.from_hf(HF)\n"
         "config = resolve(LlmArgs(model='a', device='cpu', num_threads=1), model, device_facts('cpu'))\n"
-        "source = ModelSource('hf', Path(sys.argv[1]), 'm', 'm')\n"
-        "print(fingerprint(config, source, group_layers([KvSpec(2, 8)] * 3)).hex())\n"
+        "print(fingerprint(config, group_layers([KvSpec(2, 8)] * 3), 'weights').hex())\n"
     )
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
     here = str(Path(__file__).parent)
     outputs = {
         subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script, str(tmp_path), here],
+            [sys.executable, "-W", "ignore", "-c", script, here],
             check=True,
             capture_output=True,
             text=True,
@@ -353,3 +341,43 @@ def test_a_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
         for seed in ("1", "2")
     }
     assert len(outputs) == 1
+
+
+class Weights(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, size: int = 100_001) -> None:
+        super().__init__()
+        values = torch.arange(size, dtype=torch.float32).to(dtype)
+        self.first = nn.Parameter(values.clone(), requires_grad=False)
+        self.second = nn.Parameter(values[:6].view(2, 3).clone(), requires_grad=False)
+        self.register_buffer("kv_scale", torch.ones(2, 2))
+
+
+def test_a_digest_sees_every_change_of_weights_and_scales(tmp_path: Path) -> None:
+    source = ModelSource("hf", tmp_path, "m", "m")
+    right = weights_digest(Weights(), source)
+    assert weights_digest(Weights(), source) == right
+    changed = [Weights(torch.float16), Weights(size=100_002)]
+    for place in (0, 50_000, 100_000):
+        changed.append(Weights())
+        changed[-1].first.view(torch.int16)[place] ^= 1
+    changed.append(Weights())
+    changed[-1].second[1, 2] = -1
+    changed.append(Weights())
+    changed[-1].kv_scale[0, 1] = 0.5
+    swapped = Weights()
+    swapped.first, swapped.second = swapped.second, swapped.first
+    digests = {weights_digest(weights, source) for weights in [*changed, swapped]}
+    assert len(digests) == len(changed) + 1 and right not in digests
+
+
+def test_a_digest_sees_every_change_of_a_packed_file(tmp_path: Path) -> None:
+    source = ModelSource("gguf", tmp_path / "m.gguf", "m", "m")
+    content = bytearray(range(256)) * 1000 + b"end"
+    digests = set()
+    for place in (None, 0, 100_000, len(content) - 1):
+        changed = bytearray(content)
+        if place is not None:
+            changed[place] ^= 16
+        source.path.write_bytes(changed)
+        digests.add(weights_digest(Weights(), source))
+    assert len(digests) == 4
