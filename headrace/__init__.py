@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.config.cache import KvCacheConfig
     from headrace.config.execution import CudaGraphConfig
+    from headrace.config.kv_connector import KvCacheConnectorConfig
     from headrace.config.llm_args import LlmArgs
     from headrace.config.scheduler import SchedulerConfig
     from headrace.engine.async_llm import AsyncLLM
@@ -28,6 +29,7 @@ __all__ = [
     "CudaGraphConfig",
     "HeadraceError",
     "KvCacheConfig",
+    "KvCacheConnectorConfig",
     "KvCacheRetentionConfig",
     "LlmArgs",
     "Logprob",
@@ -42,6 +44,7 @@ _HOME = {
     "AsyncLLM": "headrace.engine.async_llm",
     "LlmArgs": "headrace.config.llm_args",
     "KvCacheConfig": "headrace.config.cache",
+    "KvCacheConnectorConfig": "headrace.config.kv_connector",
     "KvCacheRetentionConfig": "headrace.kv_cache_retention",
     "CudaGraphConfig": "headrace.config.execution",
     "SchedulerConfig": "headrace.config.scheduler",

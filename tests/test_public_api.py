@@ -14,7 +14,8 @@ from headrace.server.openai.protocol.completions import CompletionRequest
 from headrace.server.openai.protocol.generation import GenerationRequest
 
 NAMES = """
-    LLM AsyncLLM CompletionOutput CudaGraphConfig HeadraceError KvCacheConfig KvCacheRetentionConfig LlmArgs Logprob
+    LLM AsyncLLM CompletionOutput CudaGraphConfig HeadraceError KvCacheConfig KvCacheConnectorConfig
+    KvCacheRetentionConfig LlmArgs Logprob
     RequestOutput SamplingParams SchedulerConfig __version__
 """
 
@@ -29,8 +30,10 @@ ENGINE = """
     kv_cache_config.kv_events_config.hwm kv_cache_config.kv_events_config.max_queue_size
     kv_cache_config.kv_events_config.topic kv_cache_config.host_cache_size
     kv_cache_config.disk_cache_path kv_cache_config.disk_cache_size kv_cache_config.secondary_offload_min_priority
-    scheduler_config
-    scheduler_config.capacity_scheduler_policy scheduler_config.max_prefill_tokens scheduler_config.watermark
+    kv_connector_config kv_connector_config.connector kv_connector_config.path kv_connector_config.max_bytes
+    kv_connector_config.connector_module kv_connector_config.connector_worker_class
+    scheduler_config scheduler_config.capacity_scheduler_policy scheduler_config.max_prefill_tokens
+    scheduler_config.watermark
     scheduler_config.waiting_queue_policy device dtype num_threads attn_backend deterministic
     disable_overlap_scheduler cuda_graph_config cuda_graph_config.batch_sizes cuda_graph_config.max_batch_size
     cuda_graph_config.enable_padding cuda_graph_config.mixed_num_tokens tensor_parallel_size pipeline_parallel_size

@@ -9,6 +9,7 @@ from headrace.config.base import Beta, Common, Config, Count
 from headrace.config.cache import KvCacheConfig
 from headrace.config.dtype import plain_dtype
 from headrace.config.execution import CudaGraphConfig
+from headrace.config.kv_connector import KvCacheConnectorConfig
 from headrace.config.not_yet import FOREIGN_BACKENDS, FOREIGN_GENERATION_CONFIGS, TOP_LEVEL
 from headrace.config.parallel import ParallelArgs
 from headrace.config.scheduler import SchedulerConfig
@@ -84,6 +85,8 @@ class LimitArgs(Config):
     """Run a long prompt over several steps."""
     kv_cache_config: KvCacheConfig = KvCacheConfig.model_construct()
     """The KV cache."""
+    kv_connector_config: Annotated[KvCacheConnectorConfig | None, Beta] = None
+    """Outside storage for KV blocks; none: there is none."""
     scheduler_config: SchedulerConfig = SchedulerConfig.model_construct()
     """The scheduler."""
 
@@ -100,6 +103,15 @@ class LlmArgs(ParallelArgs, DeviceArgs, LimitArgs, ModelArgs):
         if not text.strip():
             raise ValueError("no model is named; give a folder, a .gguf file, a Hub id, or `demo`.")
         return text
+
+    @model_validator(mode="after")
+    def _a_connector_works_through_the_host(self) -> "LlmArgs":
+        if self.kv_connector_config is not None and not self.kv_cache_config.host_cache_size:
+            raise ValueError(
+                "kv_connector_config needs kv_cache_config.host_cache_size: blocks go out and come in through host "
+                "memory; give it some gigabytes (1 GiB is 1073741824)."
+            )
+        return self
 
     @model_validator(mode="after")
     def _every_running_request_decodes(self) -> "LlmArgs":

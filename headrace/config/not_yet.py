@@ -79,7 +79,6 @@ TOP_LEVEL: dict[str, tuple[Any, ...]] = {
     "checkpoint_loader": (),
     "checkpoint_format": ("HF",),
     "checkpoint_io_policy": ("auto", "native"),
-    "kv_connector_config": (),
     "mm_encoder_only": OFF,
     "disable_mm_encoder": OFF,
     "encode_only": OFF,

@@ -192,6 +192,8 @@ def _refuse_tiers(args: LlmArgs) -> None:
         if value != plain:
             full = f"kv_cache_config.{name}"
             raise ConfigError(f"{full} = {value} is not built yet; leave it out.", param=full)
+    if args.kv_connector_config is not None:
+        raise ConfigError("kv_connector_config is not built yet; leave it out.", param="kv_connector_config")
 
 
 def _max_seq_len(choices: _Choices, dtype: str, kv_dtype: str) -> int:

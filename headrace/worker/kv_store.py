@@ -5,6 +5,7 @@ A store keeps whole blocks by name. It may be slow, lose blocks, be shared by se
 does not come back is computed anew, and one that comes back changed is found out by its checksum.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -50,6 +51,36 @@ class KvStore(Protocol):
     def close(self) -> None:
         """Nothing more will be asked."""
         ...
+
+
+class KvStores:
+    """Several stores as one: all keep a block, and the first that has it gives it."""
+
+    def __init__(self, stores: Sequence[KvStore]) -> None:
+        self._stores = list(stores)
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `KvStore.lookup`."""
+        return [any(found) for found in zip(*(store.lookup(keys) for store in self._stores), strict=True)]
+
+    def load(self, key: BlockKey, into: memoryview) -> int | None:
+        """See `KvStore.load`."""
+        for store in self._stores:
+            checksum = store.load(key, into)
+            if checksum is not None:
+                return checksum
+        return None
+
+    def save(self, key: BlockKey, block: memoryview, checksum: int) -> None:
+        """See `KvStore.save`. One that fails keeps none of the others from it."""
+        with contextlib.ExitStack() as calls:
+            for store in self._stores:
+                calls.callback(store.save, key, block, checksum)
+
+    def close(self) -> None:
+        """See `KvStore.close`."""
+        for store in self._stores:
+            store.close()
 
 
 def fingerprint(config: ResolvedConfig, groups: Sequence[KvGroup], weights: str) -> bytes:

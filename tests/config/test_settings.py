@@ -61,6 +61,23 @@ def layer(source: str, **values: object) -> Layer:
             {"kv_cache_config": {"disk_cache_size": 9, "disk_cache_path": "/tmp"}},
             "kv_cache_config: disk_cache_size (9) needs host_cache_size: blocks go to the disk and come back through",
         ),
+        (
+            {"kv_connector_config": {"connector": "lmcache"}},
+            "kv_connector_config.connector = lmcache is not valid; it takes folder, or nothing (null).",
+        ),
+        (
+            {"kv_connector_config": {"connector": "folder", "path": "/kv"}},
+            "kv_connector_config: it takes connector (folder), path and max_bytes, or, for one of your own, "
+            "connector_module and connector_worker_class; given are connector, path.",
+        ),
+        (
+            {"kv_connector_config": {"connector_module": "m", "connector_worker_class": "C", "path": "/kv"}},
+            "kv_connector_config: it takes connector (folder), path and max_bytes, or",
+        ),
+        (
+            {"kv_connector_config": {"connector": "folder", "path": "/kv", "max_bytes": 9}},
+            "kv_connector_config needs kv_cache_config.host_cache_size: blocks go out and come in through host memory",
+        ),
         ({"kv_cache_config": {"use_uvm": True}}, "kv_cache_config.use_uvm = True is not supported yet; leave it out."),
         (
             {"kv_cache_config": {"dtyp": 1}},

@@ -13,7 +13,7 @@ from transfers import NUM_BLOCKS, MemoryStore, Rig, make_arena, outside
 
 from headrace.core.transfer import BlockCopy
 from headrace.worker.block_copier import Run, raw_blocks, runs_of
-from headrace.worker.kv_store import BlockKey
+from headrace.worker.kv_store import BlockKey, KvStores
 from headrace.worker.launch_queue import ThreadQueue
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
@@ -100,6 +100,24 @@ def test_lookup_says_what_is_missing() -> None:
     assert rig.run("lookup", asked, [b"a" * 32, b"a" * 32, b"b" * 32, b"c" * 32]) == [1, 3]
     assert rig.run("fetch", [(0, -1, 5), (0, -1, 6)], [b"c" * 32, b"a" * 32]) == [0]
     rig.transfers.close()
+
+
+def test_several_stores_are_one_and_one_that_fails_keeps_none_from_another() -> None:
+    stores = [MemoryStore(), MemoryStore()]
+    rig = Rig(KvStores(stores))
+    rig.run("to_host", [(0, 0, 0), (0, 1, 1)])
+    assert rig.run("store", [(0, -1, 0)], [b"a" * 32]) == []
+    stores[0].raises = OSError("it is gone")
+    assert rig.run("store", [(0, -1, 1)], [b"b" * 32]) == [0]
+    stores[0].raises = None
+    del stores[1].blocks[BlockKey(b"a" * 32, 0)]
+    names = [b"a" * 32, b"b" * 32, b"c" * 32]
+    assert rig.run("lookup", [(0, -1, -1)] * 3, names) == [2]
+    assert rig.run("fetch", [(0, -1, 5), (0, -1, 6), (0, -1, 7)], names) == [2]
+    assert rig.run("to_device", [(0, 7, 5), (0, 8, 6)]) == []
+    assert torch.equal(rig.blocks[0][7], rig.blocks[0][0]) and torch.equal(rig.blocks[0][8], rig.blocks[0][1])
+    rig.transfers.close()
+    assert stores[0].is_closed and stores[1].is_closed
 
 
 def test_without_a_store_nothing_is_found_outside() -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from transfers import NamedStore
 
 from headrace.attention.reference import MAX_COPY_BYTES
 from headrace.config.cache import KvCacheConfig
+from headrace.config.kv_connector import KvCacheConnectorConfig
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.config.resolve import ResolvedConfig, resolve
@@ -28,6 +30,7 @@ from headrace.utils.hub import ModelSource
 from headrace.utils.math import cdiv
 from headrace.worker import memory
 from headrace.worker.device import device_facts
+from headrace.worker.kv_store import BlockKey
 from headrace.worker.worker import Worker, WorkerInfo
 
 HF = {
@@ -213,9 +216,12 @@ def test_shutdown_finishes_what_was_launched() -> None:
     assert not worker._queue._thread.is_alive()  # type: ignore[attr-defined]
 
 
-def with_tiers(config: ResolvedConfig, **settings: Any) -> ResolvedConfig:
+def with_tiers(
+    config: ResolvedConfig, connector: KvCacheConnectorConfig | None = None, **settings: Any
+) -> ResolvedConfig:
     cache = KvCacheConfig(tokens_per_block=8, **settings)
-    return replace(config, args=config.args.model_copy(update={"kv_cache_config": cache}))
+    update = {"kv_cache_config": cache, "kv_connector_config": connector}
+    return replace(config, args=config.args.model_copy(update=update))
 
 
 def wait_for(
@@ -294,6 +300,53 @@ def test_a_tier_that_cannot_be_is_refused_in_one_sentence(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=sentence):
         started(with_tiers(config_of(), **settings))
+
+
+def test_two_engines_share_a_folder_and_each_keeps_a_disk_of_its_own(tmp_path: Path) -> None:
+    shared = KvCacheConnectorConfig(connector="folder", path=str(tmp_path / "shared"), max_bytes=1 << 20)
+    workers = [
+        started(
+            with_tiers(
+                config_of(), shared, host_cache_size=1 << 20, disk_cache_path=str(tmp_path / own),
+                disk_cache_size=1 << 20,
+            )
+        )[0]
+        for own in ("a", "b")
+    ]  # fmt: skip
+    name = [b"n" * 32]
+    assert wait_for(workers[0], "to_host", [(0, 1, 0)]) == []
+    assert wait_for(workers[0], "store", [(0, -1, 0)], name) == []
+    assert all(list((tmp_path / own).rglob("*.kv")) for own in ("a", "shared")) and not list(
+        (tmp_path / "b").rglob("*.kv")
+    )
+    assert wait_for(workers[1], "lookup", [(0, -1, -1)], name) == []
+    assert wait_for(workers[1], "fetch", [(0, -1, 5)], name) == []
+    assert wait_for(workers[1], "to_device", [(0, 4, 5)]) == []
+    arenas = [worker._runner.arenas.groups[0] for worker in workers]
+    assert torch.equal(arenas[0][1], arenas[1][4])
+    for worker in workers:
+        worker.shutdown()
+
+
+def test_a_connector_of_ones_own_is_found_by_name(tmp_path: Path) -> None:
+    def own(module: str, name: str) -> ResolvedConfig:
+        connector = KvCacheConnectorConfig(connector_module=module, connector_worker_class=name)
+        return with_tiers(config_of(), connector, host_cache_size=1 << 20)
+
+    worker, _ = started(own("transfers", "NamedStore"))
+    assert wait_for(worker, "to_host", [(0, 1, 0)]) == []
+    assert wait_for(worker, "store", [(0, -1, 0)], [b"n" * 32]) == []
+    assert NamedStore.last is not None and list(NamedStore.last.blocks) == [BlockKey(b"n" * 32, 0)]
+    assert len(NamedStore.last.name) == 32
+    worker.shutdown()
+    assert NamedStore.last.is_closed
+    for module, name, reason in (
+        ("no_such_module", "C", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("transfers", "NoSuchClass", "there is no 'NoSuchClass'"),
+        ("transfers", "done", "TypeError"),
+    ):
+        with pytest.raises(ConfigError, match=rf"connector_worker_class: {module}:{name} could not be made \({reason}"):
+            started(own(module, name))
 
 
 def test_a_worker_without_tiers_has_nothing_to_tell(tiny: tuple[Worker, WorkerInfo, ResolvedConfig]) -> None:

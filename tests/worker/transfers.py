@@ -120,3 +120,14 @@ class MemoryStore:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class NamedStore(MemoryStore):
+    """A connector as a user would write one."""
+
+    last: "NamedStore | None" = None
+
+    def __init__(self, fingerprint: bytes) -> None:
+        super().__init__()
+        self.name = fingerprint
+        NamedStore.last = self
