@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks between the device and the host, with their checksums: by the copy engines of a GPU, or in memory on a CPU."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -15,6 +15,7 @@ from headrace.kernels.block_checksum import block_checksums, checksum_of
 from headrace.worker.host_cache import HostCache
 
 Direction = Literal["to_host", "to_device"]
+IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Copying(Protocol):
@@ -48,41 +49,45 @@ def raw_blocks(arena: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Blocks that lie beside each other on both sides: one copy."""
+class GroupCopies:
+    """The copies of one group, in the order of their blocks on the host."""
 
     group: int
-    device_block: int
-    host_block: int
-    count: int
+    indices: IntArray
+    """Their places in the transfer."""
+    device_blocks: IntArray
+    host_blocks: IntArray
+
+    def runs(self, limit: int) -> list[tuple[int, int, int]]:
+        """(device block, host block, count) of what lies side by side on both sides, and so is one copy.
+
+        limit: a number of blocks across a multiple of which no run may go on the host.
+        """
+        device, host = self.device_blocks, self.host_blocks
+        breaks = (np.diff(device) != 1) | (np.diff(host) != 1) | (host[1:] % limit == 0)
+        starts = np.flatnonzero(np.concatenate(([True], breaks)))
+        counts = np.diff(starts, append=len(host))
+        return list(zip(device[starts].tolist(), host[starts].tolist(), counts.tolist(), strict=True))
 
 
-def runs_of(copies: Iterable[BlockCopy], run_limits: Sequence[int]) -> Iterator[Run]:
-    """run_limits: per group, a number of blocks across a multiple of which no run may go on the host."""
-    run: Run | None = None
-    for each in sorted(copies, key=lambda copy: (copy.group, copy.host_block)):
-        if (
-            run is not None
-            and each.group == run.group
-            and each.host_block == run.host_block + run.count
-            and each.device_block == run.device_block + run.count
-            and each.host_block % run_limits[each.group]
-        ):
-            run = Run(run.group, run.device_block, run.host_block, run.count + 1)
-            continue
-        if run is not None:
-            yield run
-        run = Run(each.group, each.device_block, each.host_block, 1)
-    if run is not None:
-        yield run
+def by_group(copies: Sequence[BlockCopy], arenas: Sequence[Tensor], host: HostCache) -> list[GroupCopies]:
+    """A transfer's copies, group by group.
 
-
-def check_ids(copies: Sequence[BlockCopy], arenas: Sequence[Tensor], host: HostCache) -> None:
-    """Names of blocks that are not there are a mistake of whoever made the transfer: nothing must be written."""
-    for each in copies:
-        num_ready, num_blocks = host.num_ready_blocks(each.group), arenas[each.group].shape[0]
-        if not (0 <= each.device_block < num_blocks and 0 <= each.host_block < num_ready):
-            raise IndexError(f"{each}: there are {num_blocks} blocks on the device, and {num_ready} on the host.")
+    Raises:
+        IndexError: one names a block that is not there. Nothing must be written then: whoever made it is mistaken.
+    """
+    table = np.array([(each.group, each.device_block, each.host_block) for each in copies], np.int64).reshape(-1, 3)
+    found = []
+    for group in np.unique(table[:, 0]).tolist():
+        indices = np.flatnonzero(table[:, 0] == group)
+        indices = indices[np.argsort(table[indices, 2])]
+        device_blocks, host_blocks = table[indices, 1], table[indices, 2]
+        num_blocks, num_ready = arenas[group].shape[0], host.num_ready_blocks(group)
+        for ids, count, where in ((device_blocks, num_blocks, "device"), (host_blocks, num_ready, "host")):
+            if ids.min() < 0 or ids.max() >= count:
+                raise IndexError(f"blocks {ids.min()} to {ids.max()} of group {group}: the {where} has {count}.")
+        found.append(GroupCopies(group, indices, device_blocks, host_blocks))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ class CpuCopier:
     def copy(self, direction: Direction, copies: Sequence[BlockCopy], mark: "Future[None]") -> Copied:
         """See `BlockCopier.copy`."""
         mark.result()
-        check_ids(copies, self._arenas, self._host)
+        by_group(copies, self._arenas, self._host)
         failures = []
         for index, each in enumerate(copies):
             # numpy copies on this thread alone; torch would take threads that compute.
@@ -161,37 +166,33 @@ class CudaCopier:
 
     def copy(self, direction: Direction, copies: Sequence[BlockCopy], mark: torch.cuda.Event) -> "CudaCopying":
         """See `BlockCopier.copy`."""
-        check_ids(copies, self._arenas, self._host)
+        groups = by_group(copies, self._arenas, self._host)
         stream = self._streams[direction]
+        sums: list[Tensor] = []
         with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
             stream.wait_event(mark)
-            order = sorted(range(len(copies)), key=lambda index: copies[index].group)
-            sums = self._sums(copies, order) if direction == "to_host" else None
-            for run in runs_of(copies, self._run_limits):
-                here = self._blocks[run.group][run.device_block : run.device_block + run.count]
-                there = self._host.blocks(run.group, run.host_block, run.count)
+            for each in groups:
                 if direction == "to_host":
-                    there.copy_(here, non_blocking=True)
-                else:
-                    here.copy_(there, non_blocking=True)
-            if sums is None:
-                sums = self._sums(copies, order)
+                    sums.append(self._sums(each))
+                blocks = self._blocks[each.group]
+                for device_block, host_block, count in each.runs(self._run_limits[each.group]):
+                    here = blocks[device_block : device_block + count]
+                    there = self._host.blocks(each.group, host_block, count)
+                    if direction == "to_host":
+                        there.copy_(here, non_blocking=True)
+                    else:
+                        here.copy_(there, non_blocking=True)
+                if direction == "to_device":
+                    sums.append(self._sums(each))
             done = torch.cuda.Event()
             done.record()
-        return CudaCopying(direction, copies, order, sums, done, self._host, self._blocks)
+        return CudaCopying(direction, groups, sums, done, self._host, self._blocks)
 
-    def _sums(self, copies: Sequence[BlockCopy], order: Sequence[int]) -> Tensor:
-        """Checksums of the blocks as they lie on the device, on their way to pinned memory; in the order of `order`."""
-        sums = torch.empty(len(copies), dtype=torch.int64, pin_memory=True)
-        start = 0
-        while start < len(order):
-            group = copies[order[start]].group
-            ids = [copies[index].device_block for index in order[start:] if copies[index].group == group]
-            on_device = torch.tensor(ids, dtype=torch.int32).pin_memory().to(self._device, non_blocking=True)
-            made = self._checksums(self._words[group], on_device)
-            sums[start : start + len(ids)].copy_(made, non_blocking=True)
-            start += len(ids)
-        return sums
+    def _sums(self, copies: GroupCopies) -> Tensor:
+        """Checksums of the blocks as they lie on the device, on their way to pinned memory."""
+        ids = torch.from_numpy(copies.device_blocks).int().pin_memory().to(self._device, non_blocking=True)
+        sums = torch.empty(len(ids), dtype=torch.int64, pin_memory=True)
+        return sums.copy_(self._checksums(self._words[copies.group], ids), non_blocking=True)
 
     def close(self) -> None:
         """See `BlockCopier.close`."""
@@ -205,17 +206,15 @@ class CudaCopying:
     def __init__(
         self,
         direction: Direction,
-        copies: Sequence[BlockCopy],
-        order: Sequence[int],
-        sums: Tensor,
+        groups: Sequence[GroupCopies],
+        sums: Sequence[Tensor],
         done: torch.cuda.Event,
         host: HostCache,
         device_blocks: Sequence[Tensor],
     ) -> None:
-        """sums: pinned, filled when `done` is; one for each copy, in the order of `order`."""
+        """sums: of each group, pinned, filled when `done` is."""
         self._direction = direction
-        self._copies = copies
-        self._order = order
+        self._groups = groups
         self._sums = sums
         self._done = done
         self._host = host
@@ -227,14 +226,15 @@ class CudaCopying:
 
     def failed(self) -> list[int]:
         """See `Copying.failed`. Called where steps are launched: what came back wrong is cleared before the next."""
-        failures = []
-        for index, checksum in zip(self._order, self._sums.tolist(), strict=True):
-            each = self._copies[index]
+        failures: list[int] = []
+        for each, sums in zip(self._groups, self._sums, strict=True):
             checksums = self._host.checksums[each.group]
             if self._direction == "to_host":
-                checksums[each.host_block] = checksum
-            elif checksums[each.host_block] != checksum:
+                checksums[each.host_blocks] = sums.numpy()
+                continue
+            is_wrong = checksums[each.host_blocks] != sums.numpy()
+            failures += each.indices[is_wrong].tolist()
+            for block in each.device_blocks[is_wrong].tolist():
                 with torch.inference_mode():
-                    self._device_blocks[each.group][each.device_block].zero_()
-                failures.append(index)
+                    self._device_blocks[each.group][block].zero_()
         return sorted(failures)

@@ -12,7 +12,7 @@ import torch
 from transfers import NUM_BLOCKS, MemoryStore, Rig, make_arena, outside
 
 from headrace.core.transfer import BlockCopy
-from headrace.worker.block_copier import Run, raw_blocks, runs_of
+from headrace.worker.block_copier import by_group, raw_blocks
 from headrace.worker.kv_store import BlockKey, KvStores
 from headrace.worker.launch_queue import ThreadQueue
 
@@ -85,7 +85,8 @@ def test_blocks_that_are_not_there_fail_and_write_nothing(caplog: pytest.LogCapt
     for copies in ([(0, 0, 40)], [(0, NUM_BLOCKS, 0)], [(0, -1, 0)], [(1, 0, -1)], [(2, 0, 0)]):
         assert rig.run("to_device", copies) == [0]
         assert rig.run("to_host", copies) == [0]
-    assert "there are 12 blocks on the device, and 40 on the host" in caplog.text
+    assert "blocks 40 to 40 of group 0: the host has 40" in caplog.text
+    assert "blocks 12 to 12 of group 0: the device has 12" in caplog.text
     assert rig.run("store", [(0, -1, -1), (0, -1, 0)], [bytes(32), b"1" * 32]) == [0]
     assert rig.run("fetch", [(0, -1, 40), (0, -1, 1)], [b"1" * 32, b"1" * 32]) == [0]
     assert all(torch.equal(now, then) for now, then in zip(rig.blocks, before, strict=True))
@@ -293,12 +294,20 @@ def test_a_device_thread_that_works_on_is_waited_for_by_copies_alone() -> None:
 
 
 def test_neighbours_are_one_copy_unless_a_slice_ends() -> None:
+    rig = Rig()
     copies = [BlockCopy(0, 5, 3), BlockCopy(0, 3, 1), BlockCopy(0, 4, 2), BlockCopy(1, 6, 4), BlockCopy(0, 6, 4)]
-    assert list(runs_of(copies, [100, 100])) == [Run(0, 3, 1, 4), Run(1, 6, 4, 1)]
-    assert list(runs_of(copies, [4, 100])) == [Run(0, 3, 1, 3), Run(0, 6, 4, 1), Run(1, 6, 4, 1)]
-    assert list(runs_of(copies[:2], [1, 1])) == [Run(0, 3, 1, 1), Run(0, 5, 3, 1)]
-    assert list(runs_of([BlockCopy(0, 9, 1), BlockCopy(0, 8, 2)], [100])) == [Run(0, 9, 1, 1), Run(0, 8, 2, 1)]
-    assert list(runs_of([], [100])) == []
+
+    def runs(copies: list[BlockCopy], limit: int) -> list[list[tuple[int, int, int]]]:
+        return [each.runs(limit) for each in by_group(copies, rig.arenas, rig.host)]
+
+    assert runs(copies, 100) == [[(3, 1, 4)], [(6, 4, 1)]]
+    assert runs(copies, 4) == [[(3, 1, 3), (6, 4, 1)], [(6, 4, 1)]]
+    assert runs(copies[:2], 1) == [[(3, 1, 1), (5, 3, 1)]]
+    assert runs([BlockCopy(0, 9, 1), BlockCopy(0, 8, 2)], 100) == [[(9, 1, 1), (8, 2, 1)]]
+    assert runs([BlockCopy(0, 1, 5), BlockCopy(0, 2, 7)], 100) == [[(1, 5, 1), (2, 7, 1)]]
+    assert runs([], 100) == []
+    assert [each.indices.tolist() for each in by_group(copies, rig.arenas, rig.host)] == [[1, 2, 0, 4], [3]]
+    rig.transfers.close()
 
 
 def test_raw_blocks_are_the_arena_itself() -> None:
