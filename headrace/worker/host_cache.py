@@ -21,6 +21,8 @@ GIB = 1 << 30
 SETTING = "kv_cache_config.host_cache_size"
 SLICE_BYTES = 64 << 20
 """Pinned at once: the driver serves nobody else meanwhile, which is a matter of milliseconds for so many."""
+HOST_REGISTER_PORTABLE = 1
+"""CUDA's flag: pinned for every GPU that this process uses."""
 HOST_RESERVE_BYTES = 2 << 30
 """Of the host's free memory, left to others."""
 
@@ -204,7 +206,7 @@ class HostCache:
 
 def pin_for_cuda(memory: Tensor) -> None:
     """Register memory with the driver."""
-    _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), HOST_REGISTER_PORTABLE))
 
 
 def unpin_for_cuda(memory: Tensor) -> None:

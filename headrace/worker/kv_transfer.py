@@ -136,8 +136,9 @@ class _StoreCalls:
             work.put(partial(self._lookup, transfer))
         elif transfer.copies:
             parts = _Parts(transfer, self._results)
-            for index in range(len(transfer.copies)):
-                work.put(partial(self._move, transfer, index, parts))
+            # As many threads as there are take one copy after the other.
+            for _ in range(min(STORE_THREADS[transfer.kind], len(transfer.copies))):
+                work.put(partial(self._move, transfer, parts))
         else:
             self._results.append(TransferResult(transfer.transfer_id, []))
 
@@ -161,11 +162,12 @@ class _StoreCalls:
             if not self._is_closed:
                 call()
 
-    def _move(self, transfer: Transfer, index: int, parts: "_Parts") -> None:
-        copy = transfer.copies[index]
+    def _move(self, transfer: Transfer, parts: "_Parts") -> None:
         call = self._save if transfer.kind == "store" else self._load
-        key = BlockKey(transfer.hashes[index], copy.group)
-        parts.ended(index, self._try(transfer.kind, partial(call, key, copy)))
+        while not self._is_closed and (index := parts.take()) is not None:
+            copy = transfer.copies[index]
+            key = BlockKey(transfer.hashes[index], copy.group)
+            parts.ended(index, self._try(transfer.kind, partial(call, key, copy)))
 
     def _save(self, key: BlockKey, copy: BlockCopy) -> bool:
         checksum = int(self._host.checksums[copy.group][copy.host_block])
@@ -212,14 +214,20 @@ class _StoreCalls:
 
 
 class _Parts:
-    """The copies of one transfer, which end one by one."""
+    """The copies of one transfer, which are taken and end one by one."""
 
     def __init__(self, transfer: Transfer, results: deque[TransferResult]) -> None:
         self._transfer_id = transfer.transfer_id
         self._results = results
         self._lock = threading.Lock()
+        self._to_take = iter(range(len(transfer.copies)))
         self._num_left = len(transfer.copies)
         self._failed: list[int] = []
+
+    def take(self) -> int | None:
+        """The next copy that nobody has taken; None: there is none."""
+        with self._lock:
+            return next(self._to_take, None)
 
     def ended(self, index: int, succeeded: bool) -> None:
         with self._lock:
