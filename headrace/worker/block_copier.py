@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks between the device and the host, with their checksums: by the copy engines of a GPU, or in memory on a CPU."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -197,7 +198,9 @@ class CudaCopier:
     def close(self) -> None:
         """See `BlockCopier.close`."""
         for stream in self._streams.values():
-            stream.synchronize()
+            # On a device that is lost nothing is under way any more.
+            with contextlib.suppress(RuntimeError):
+                stream.synchronize()
 
 
 class CudaCopying:

@@ -164,8 +164,10 @@ class HostCache:
         self.num_ready_units = 0
         while self._slices:
             memory = self._slices.pop()
-            if self._unpin is not None:
-                self._unpin(memory)
+            # A device that is lost has let go of it.
+            with contextlib.suppress(RuntimeError):
+                if self._unpin is not None:
+                    self._unpin(memory)
 
     def _add_slice(self) -> bool:
         """False: all are there."""
