@@ -22,7 +22,8 @@ NAMES = """
 ENGINE = """
     tokenizer skip_tokenizer_init chat_template served_model_name revision trust_remote_code load_format
     generation_config seed max_batch_size max_num_tokens max_seq_len enable_chunked_prefill kv_cache_config
-    kv_cache_config.enable_block_reuse kv_cache_config.free_gpu_memory_fraction kv_cache_config.max_tokens
+    kv_cache_config.enable_block_reuse kv_cache_config.enable_partial_reuse kv_cache_config.copy_on_partial_reuse
+    kv_cache_config.free_gpu_memory_fraction kv_cache_config.max_tokens
     kv_cache_config.dtype kv_cache_config.tokens_per_block kv_cache_config.event_buffer_max_size
     kv_cache_config.kv_events_config kv_cache_config.kv_events_config.enable_kv_cache_events
     kv_cache_config.kv_events_config.publisher kv_cache_config.kv_events_config.endpoint
@@ -49,9 +50,9 @@ SAMPLING = """
 """
 BENCH_WORK = "dataset num_requests input_len output_len random_seed temperature ignore_eos warm_cache"
 BENCH_OUTPUT = "report_json plot ceilings log_level"
-BENCH_ENGINE = f"{BENCH_WORK} {BENCH_OUTPUT} concurrency warmup streaming trace_steps config {ENGINE}"
+BENCH_ENGINE = f"{BENCH_WORK} {BENCH_OUTPUT} model_path concurrency warmup streaming trace_steps config {ENGINE}"
 NORMAL = "input_mean input_stdev output_mean output_stdev"
-PREPARE = "output model tokenizer"
+PREPARE = "output model tokenizer log_level"
 RANDOM = f"{PREPARE} vocab_size random_seed text"
 FLAGS = {
     "serve": f"config {ENGINE} {SERVER}",
@@ -69,7 +70,7 @@ FLAGS = {
     "bench prepare-dataset from-jsonl": f"input output_mean num_requests {PREPARE}",
     "bench compare": "plot log_level",
 }
-SHORT = {"generate": ["-p", "-c"], "bench serve": [], "bench compare": []}
+SHORT = {"generate": ["-p", "-c", "-m"], "bench serve": [], "bench compare": []}
 
 
 def test_the_names_of_the_package() -> None:
@@ -85,7 +86,7 @@ def test_the_commands() -> None:
 def test_the_flags_of_a_command(command: Command) -> None:
     flags = Flags(command)
     assert set(flags.flags) == set(FLAGS[command.name].split())
-    usual = ["-o"] if "prepare-dataset" in command.name else ["-c"]
+    usual = ["-o"] if "prepare-dataset" in command.name else ["-c", "-m"]
     assert list(flags.shorts) == SHORT.get(command.name, usual)
 
 

@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.record import provenance
 from headrace.core.kv_cache_manager import KVCacheManager
+from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.limits import SchedulerLimits
 from headrace.core.output import SchedulerOutput
 from headrace.core.padded_sizes import PaddedSizes, decode_sizes, mixed_sizes
@@ -57,7 +58,7 @@ class HostLoop:
         longest = INPUT_LEN + OUTPUT_LEN + 4 * num_steps + rows
         max_blocks = longest // BLOCK + 2
         limits = SchedulerLimits(rows, MAX_NUM_TOKENS, MAX_NUM_TOKENS, longest, adapts_prefill=True)
-        self.scheduler = Scheduler(limits, KVCacheManager((rows + 2) * max_blocks, BLOCK))
+        self.scheduler = Scheduler(limits, KVCacheManager(CacheLayout.plain((rows + 2) * max_blocks), BLOCK))
         self.state = RequestState(rows, longest, [max_blocks], DEVICE)
         self.batch = InputBatch(self.state, MAX_NUM_TOKENS, BLOCK, VOCAB)
         self.sizes = PaddedSizes(rows, decode_sizes(rows), mixed_sizes(MAX_NUM_TOKENS))

@@ -49,8 +49,6 @@ class KvCacheConfig(Config):
         "sink_token_length": (0,),
         "cross_kv_cache_fraction": (),
         "attention_dp_events_gather_period_ms": (5,),
-        "enable_partial_reuse": (True, False),
-        "copy_on_partial_reuse": (True, False),
         "use_uvm": (False,),
         "iteration_stats_interval": (1,),
         "mamba_ssm_cache_dtype": ("auto",),
@@ -63,6 +61,10 @@ class KvCacheConfig(Config):
 
     enable_block_reuse: bool = True
     """Requests that begin with the same tokens share those tokens' blocks."""
+    enable_partial_reuse: bool = True
+    """Also reuse a block that begins with the same tokens and then goes on differently."""
+    copy_on_partial_reuse: bool = True
+    """Copy such a block; otherwise it is taken from the cache, and only where nothing uses or continues it."""
     free_gpu_memory_fraction: Annotated[Share | Literal["auto"], Common] = "auto"
     """Share of the memory left after the weights that the cache takes; auto: all but a reserve (1 GiB on a GPU)."""
     max_tokens: Count | None = None

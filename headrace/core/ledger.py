@@ -8,7 +8,7 @@ with the smallest changes that would make it fit.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.config.resolve import RESERVE_BYTES
 from headrace.errors import ConfigError
@@ -43,6 +43,11 @@ class MemoryNeeds:
     kv_bytes_per_block: int
     """One block of every KV group."""
     tokens_per_block: int
+    window_bytes_per_block: int = 0
+    """Of these, what groups with a window take: of a long request they keep `max_window_blocks` at most."""
+    max_window_blocks: int = 0
+    slack_bytes: int = 0
+    """Lost at most because groups share the cache out in whole slabs."""
     fixed_bytes: int = 0
     """Request rows and workspaces: what does not grow with the tokens of a step."""
     graph_bytes: int = 0
@@ -90,6 +95,17 @@ class MemoryLedger:
         return self.num_blocks * self.needs.tokens_per_block
 
     @property
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest request that the cache holds."""
+        needs = self.needs
+        all_kept = self.kv_bytes // needs.kv_bytes_per_block
+        if not needs.window_bytes_per_block or all_kept <= needs.max_window_blocks:
+            return all_kept * needs.tokens_per_block
+        whole = needs.kv_bytes_per_block - needs.window_bytes_per_block
+        room = self.kv_bytes - needs.slack_bytes - needs.max_window_blocks * needs.window_bytes_per_block
+        return max(room // whole, needs.max_window_blocks) * needs.tokens_per_block
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return self.needs.kv_bytes_per_block // self.needs.tokens_per_block
 
@@ -112,6 +128,15 @@ class MemoryLedger:
                 found = "-" if part in unmeasured else f"{value / GIB:.2f}"
                 reckoned = "-" if part in FOUND or part not in before else f"{before[part] / GIB:.2f}"
                 rows.append(f"{self._label(part):<44}{reckoned:>12}{found:>12}")
+        if self.needs.window_bytes_per_block:
+            size, windows = self.needs.tokens_per_block, self.needs.window_bytes_per_block
+            most = self.needs.max_window_blocks * windows
+            whole = self.needs.kv_bytes_per_block - windows
+            rows.append(
+                f"Of a token's {self.kv_bytes_per_token / 1024:,.1f} KiB, {windows / size / 1024:,.1f} lie in layers "
+                f"with a window, which keep {most / 2**20:,.1f} MiB of a request at most; a long one takes "
+                f"{whole / size / 1024:,.1f} KiB a token."
+            )
         rows.append(
             f"KV cache: {self.num_blocks:,} blocks of {self.needs.tokens_per_block} tokens = {self.num_kv_tokens:,} "
             f"tokens of {self.kv_bytes_per_token / 1024:,.1f} KiB; max_seq_len {self.max_seq_len:,}, "
@@ -157,7 +182,8 @@ def plan_memory(needs: MemoryNeeds, wish: MemoryWish) -> MemoryLedger:
     """
     left = _left_bytes(needs, wish.max_num_tokens)
     num_blocks = _num_blocks(needs, wish, left)
-    num_tokens = num_blocks * needs.tokens_per_block
+    ledger = MemoryLedger(needs, wish, left, num_blocks * needs.kv_bytes_per_block, num_blocks, 1)
+    num_tokens = ledger.max_request_tokens
     max_seq_len = wish.max_seq_len if wish.max_seq_len is not None else min(wish.model_max_seq_len, num_tokens)
     notes: tuple[str, ...] = ()
     if wish.max_seq_len is None and max_seq_len < wish.model_max_seq_len:
@@ -165,9 +191,7 @@ def plan_memory(needs: MemoryNeeds, wish: MemoryWish) -> MemoryLedger:
             f"max_seq_len is auto: {max_seq_len:,} of the model's {wish.model_max_seq_len:,} tokens, "
             "which is what the KV cache holds.",
         )
-    ledger = MemoryLedger(
-        needs, wish, left, num_blocks * needs.kv_bytes_per_block, num_blocks, max(1, max_seq_len), notes
-    )
+    ledger = replace(ledger, max_seq_len=max(1, max_seq_len), notes=notes)
     least = wish.max_seq_len or min(wish.model_max_seq_len, MIN_AUTO_SEQ_LEN)
     if num_tokens < least:
         raise ConfigError(_does_not_fit(ledger, least), param="max_seq_len")
@@ -206,7 +230,9 @@ def _num_blocks(needs: MemoryNeeds, wish: MemoryWish, left: int) -> int:
 
 
 def _needed_bytes(ledger: MemoryLedger, seq_len: int) -> int:
-    return cdiv(seq_len, ledger.needs.tokens_per_block) * ledger.needs.kv_bytes_per_block
+    needs, num_blocks = ledger.needs, cdiv(seq_len, ledger.needs.tokens_per_block)
+    dropped = max(0, num_blocks - needs.max_window_blocks) * needs.window_bytes_per_block
+    return num_blocks * needs.kv_bytes_per_block - max(0, dropped - needs.slack_bytes)
 
 
 def _needed_left_bytes(ledger: MemoryLedger, seq_len: int) -> int:
@@ -221,11 +247,10 @@ def _is_capped(ledger: MemoryLedger, seq_len: int) -> bool:
 
 
 def _shorter(ledger: MemoryLedger, seq_len: int) -> Change | None:
-    if ledger.wish.max_seq_len is None or ledger.num_kv_tokens == 0:
+    most = ledger.max_request_tokens
+    if ledger.wish.max_seq_len is None or most == 0:
         return None
-    return Change(
-        f"lower max_seq_len from {seq_len:,} to {ledger.num_kv_tokens:,} or auto", seq_len / ledger.num_kv_tokens
-    )
+    return Change(f"lower max_seq_len from {seq_len:,} to {most:,} or auto", seq_len / most)
 
 
 def _more_kv_tokens(ledger: MemoryLedger, seq_len: int) -> Change | None:
@@ -294,6 +319,6 @@ def _does_not_fit(ledger: MemoryLedger, seq_len: int) -> str:
     wished = "max_seq_len" if ledger.wish.max_seq_len is not None else "the least max_seq_len that auto may choose"
     return (
         f"{wished} ({seq_len:,}) does not fit: one such request needs {_needed_bytes(ledger, seq_len) / GIB:.2f} GiB "
-        f"of KV cache and there is room for {ledger.num_kv_tokens:,} tokens ({ledger.kv_bytes / GIB:.2f} GiB). "
+        f"of KV cache and there is room for {ledger.max_request_tokens:,} tokens ({ledger.kv_bytes / GIB:.2f} GiB). "
         f"Any one of these makes it fit: {'; '.join(changes) or 'none by itself'}.\n" + "\n".join(ledger.lines())
     )

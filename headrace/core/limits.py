@@ -8,6 +8,8 @@ from headrace.core.prefill_budget import adaptive_budget
 from headrace.core.request import Request
 from headrace.errors import ConfigError, ContextLengthError, RequestError
 
+CAPACITY_POLICIES = ("MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH")
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -25,7 +27,8 @@ class SchedulerLimits:
     """Share of the blocks that admission leaves to those already running."""
     policy: str = "fcfs"
     capacity_policy: str = "MAX_UTILIZATION"
-    """MAX_UTILIZATION admits what fits now, and preempts; GUARANTEED_NO_EVICT admits what can run to its end."""
+    """MAX_UTILIZATION admits what fits now, and preempts; GUARANTEED_NO_EVICT admits what can run to its end;
+    STATIC_BATCH does so too, and admits none until all that were admitted together have ended."""
     enable_chunked_prefill: bool = True
     adapts_prefill: bool = False
     """Such a step takes what `prefill_budget.py` says, in token-equivalents."""
@@ -45,10 +48,10 @@ class SchedulerLimits:
                 f"max_num_tokens ({self.max_num_tokens}) must be at least max_batch_size ({self.max_batch_size}): "
                 "each running request decodes one token a step. Raise the first or lower the second."
             )
-        if self.capacity_policy not in ("MAX_UTILIZATION", "GUARANTEED_NO_EVICT"):
+        if self.capacity_policy not in CAPACITY_POLICIES:
             raise ConfigError(
                 f"scheduler_config.capacity_scheduler_policy is {self.capacity_policy!r}: "
-                "use 'MAX_UTILIZATION' or 'GUARANTEED_NO_EVICT'."
+                f"use {', '.join(map(repr, CAPACITY_POLICIES[:-1]))} or {CAPACITY_POLICIES[-1]!r}."
             )
 
     @classmethod
@@ -109,6 +112,6 @@ class SchedulerLimits:
 
     def num_promised_tokens(self, request: Request) -> int:
         """Tokens there must be room for to let a request in: all known ones, or all it may ever compute."""
-        if self.capacity_policy == "GUARANTEED_NO_EVICT":
+        if self.capacity_policy != "MAX_UTILIZATION":
             return request.max_total_tokens - 1  # the last token is never computed
         return request.num_known_tokens

@@ -14,7 +14,7 @@ from typing import Protocol
 from headrace.core.request import Request
 from headrace.errors import ConfigError
 
-Key = tuple[int, ...]
+Key = tuple[float, ...]
 
 
 class Policy(Protocol):
@@ -39,14 +39,22 @@ class FirstComeFirstServed:
         return (request.arrival,)
 
 
+SECONDS_PER_LEVEL = 1.0
+"""A level of priority lets a request overtake those that came so much earlier, and no others."""
+
+
 class PriorityFirst:
-    """Priority 0 to 100, larger first; the order of arrival within one priority."""
+    """Priority 0 to 100, larger first; the order of arrival within one priority.
+
+    Nobody waits forever: a request is overtaken by newer ones of a priority that is larger by n for n times
+    `SECONDS_PER_LEVEL` at most.
+    """
 
     def level(self, request: Request) -> int:
         return request.priority
 
     def key(self, request: Request) -> Key:
-        return (-request.priority, request.arrival)
+        return (request.arrival_s - request.priority * SECONDS_PER_LEVEL, request.arrival)
 
 
 POLICIES: dict[str, type[FirstComeFirstServed] | type[PriorityFirst]] = {
@@ -69,6 +77,7 @@ class WaitingQueue:
         self._policy = policy
         self._heap: list[tuple[Key, Request]] = []
         self._members: dict[Request, int] = {}
+        self._aside: list[Request] = []
         self.num_tokens = 0
         """Tokens of all that wait, as they were when they joined."""
 
@@ -94,6 +103,19 @@ class WaitingQueue:
         _, request = heapq.heappop(self._heap)
         self.num_tokens -= self._members.pop(request)
         return request
+
+    def set_aside(self, request: Request) -> None:
+        """Let the others go on before the first in order, until `bring_back`. It stays a member."""
+        _, first = heapq.heappop(self._heap)
+        assert first is request, "only the first in order is set aside"
+        self._aside.append(request)
+
+    def bring_back(self) -> None:
+        """Put those set aside back where they belong."""
+        for request in self._aside:
+            if request in self._members:
+                heapq.heappush(self._heap, (self._policy.key(request), request))
+        self._aside.clear()
 
     def remove(self, request: Request) -> None:
         """Take out a request that will not come back."""

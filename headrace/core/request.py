@@ -87,7 +87,9 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "arrival_s",
         "cache_key",
+        "is_cold",
         "last_step_id",
         "max_total_tokens",
         "num_cached_tokens",
@@ -99,7 +101,7 @@ class Request:
         "num_prompt_tokens",
         "priority",
         "request_id",
-        "retention",
+        "retention_wish",
         "row",
         "sampling",
         "status",
@@ -126,12 +128,14 @@ class Request:
         self.cache_key: tuple[str | None, ...] = (cache_salt, *cache_marks)
         """What must be equal, besides the tokens, for two requests to share KV: the user's salt, then whatever else
         changes the KV of equal tokens (an adapter, say)."""
-        self.retention = retention
-        """How long its blocks should stay cached; None: as usual."""
+        self.retention_wish = None if retention is None else (retention, len(prompt_token_ids))
+        """How long its blocks should stay in the prefix cache, and the tokens of its prompt; None: as any."""
 
         self.status = RequestStatus.WAITING
         self.arrival = 0
         """Order of arrival, set by the scheduler."""
+        self.arrival_s = 0.0
+        """When it came, on the scheduler's clock."""
         self.row = -1
         """The row it holds on the device; -1: none."""
         self.table: BlockTable = CLOSED
@@ -149,6 +153,8 @@ class Request:
         """While it decodes: until so many tokens are launched, no step need look at anything but their number."""
         self.last_step_id = 0
         """The last plan launched before it was preempted; 0: it never was."""
+        self.is_cold = False
+        """Looks nothing up in the prefix cache when it is next let in."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache at first admission."""
         self.num_prompt_logprobs = 0

@@ -7,13 +7,16 @@ flight still bring of them is dropped, and what these plans still write goes to 
 earlier gave to anybody else.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from headrace.config.resolve import ResolvedConfig
-from headrace.core.kv_cache_manager import CLOSED, KVCacheManager
+from headrace.core.kv_cache_manager import CLOSED, BlockTable, KVCacheManager
+from headrace.core.kv_cache_spec import CacheLayout
+from headrace.core.kv_events import EventLog
 from headrace.core.limits import SchedulerLimits
 from headrace.core.output import ModelOutput, RequestDelta, ScheduledRow, SchedulerOutput, TokenLogprobs
 from headrace.core.policy import WaitingQueue, make_policy
@@ -26,18 +29,25 @@ from headrace.errors import ConfigError, EngineError, RequestError
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+WORTH_A_WAIT = 1024
+"""Tokens that another request is computing, for which one waits a step or more instead of computing them as well; or
+half of what it lacks."""
+
 
 class Scheduler:
     """The life of every request of one engine, from `add_request` to its last delta, abort or `finish`."""
 
-    def __init__(self, limits: SchedulerLimits, cache: KVCacheManager) -> None:
-        if cache.num_blocks_for(limits.max_seq_len) > cache.num_blocks:
+    def __init__(
+        self, limits: SchedulerLimits, cache: KVCacheManager, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        if not cache.fits(limits.max_seq_len):
             raise ConfigError(
                 f"max_seq_len ({limits.max_seq_len}) needs {cache.num_blocks_for(limits.max_seq_len)} KV blocks and "
-                f"there are {cache.num_blocks}: lower it to {cache.num_blocks * cache.tokens_per_block}."
+                f"there are {cache.num_blocks}: lower it to {cache.most_tokens(limits.max_seq_len)}."
             )
         self.limits = limits
         self.cache = cache
+        self.now = now
         self.policy = make_policy(limits.policy)
         self.counters = Counters()
         self.waiting = WaitingQueue(self.policy)
@@ -49,21 +59,31 @@ class Scheduler:
         """Those with one token to run, each with its row."""
         self._prefills: dict[Request, None] = {}
         """Those with more."""
+        self._computing: dict[Request, None] = {}
+        """Those whose prompt's KV is not all computed yet."""
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         self._last_updated_step_id = 0
         self._free_rows = list(range(limits.max_batch_size - 1, -1, -1))
         self._newly_freed_rows: list[int] = []
-        self._num_spare_blocks = int(limits.watermark * cache.num_blocks)
-        # The request that found no room, and `cache.num_closings` at that time: no need to look again before it moves.
+        # The request that found no room, and `cache.num_releases` at that time: no need to look again before it moves.
         self._denied: tuple[Request, int] | None = None
 
     @classmethod
-    def from_config(cls, config: ResolvedConfig, num_blocks: int, num_groups: int = 1) -> "Scheduler":
-        """A scheduler with a cache of `num_blocks` blocks per KV group."""
+    def from_config(cls, config: ResolvedConfig, layout: CacheLayout, events: EventLog | None = None) -> "Scheduler":
+        """A scheduler with a cache laid out as the worker's. events: told what the cache does."""
+        settings = config.args.kv_cache_config
         cache = KVCacheManager(
-            num_blocks, config.tokens_per_block, num_groups=num_groups, enable_block_reuse=config.enable_block_reuse
+            layout,
+            config.tokens_per_block,
+            enable_block_reuse=config.enable_block_reuse,
+            enable_partial_reuse=settings.enable_partial_reuse,
+            copy_on_partial_reuse=settings.copy_on_partial_reuse,
+            max_tokens_in_flight=config.max_num_tokens * config.num_plans_in_flight,
         )
+        if events is not None:
+            events.created([cache.num_blocks, 0, 0])
+            cache.tree.events = events
         return cls(SchedulerLimits.from_config(config), cache)
 
     # What the engine calls
@@ -81,6 +101,7 @@ class Scheduler:
         request.max_total_tokens = min(request.max_total_tokens, self.limits.max_seq_len)
         self.counters.num_added_requests += 1
         request.arrival = self.counters.num_added_requests
+        request.arrival_s = self.now()
         self._requests[request.request_id] = request
         self.waiting.push(request)
 
@@ -113,9 +134,15 @@ class Scheduler:
         preempted = self._preempt_until_decodes_fit()
         num_decodes = len(self._decodes)
         covered = step.run_decodes(self._decodes)
+        self.cache.reserve(0)
         num_prefill_tokens = self._schedule_prefills(step, num_decodes, may_admit=not preempted)
         if step.is_empty:
-            return None
+            if self._in_flight or not (preempted or self.running):
+                return None
+            if self.running:
+                # Prefills that lack blocks, and nobody who would free any.
+                self._make_way()
+            return self.schedule()
         for request in covered:
             del self._decodes[request]
         self.counters.num_decode_tokens += num_decodes
@@ -153,15 +180,15 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         cache = self.cache
-        free, cached = cache.num_free_blocks, cache.num_cached_blocks
+        used, cached = cache.num_used_blocks, cache.num_cached_blocks
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_plans_in_flight=len(self._in_flight),
             num_blocks=cache.num_blocks,
-            num_free_blocks=free,
+            num_free_blocks=cache.num_blocks - used - cached,
             num_cached_blocks=cached,
-            num_used_blocks=cache.num_blocks - free - cached,
+            num_used_blocks=used,
             totals=msgspec.structs.replace(
                 self.counters, num_finished_requests=dict(self.counters.num_finished_requests)
             ),
@@ -172,15 +199,25 @@ class Scheduler:
     def _preempt_until_decodes_fit(self) -> bool:
         """Preempt until each decode can have the block it may need; whether any had to be."""
         decodes, cache = self._decodes, self.cache
-        if len(decodes) <= cache.num_available_blocks:
+        if cache.reserve(len(decodes)):
             return False
         preempted = False
-        while sum(r.num_launched_tokens == r.table.num_token_slots for r in decodes) > cache.num_available_blocks:
-            victim = self._cheapest_to_preempt()
-            assert victim is not None, "the first request alone does not fit into the pool"
-            self._preempt(victim)
+        while not cache.reserve(sum(r.num_launched_tokens == r.table.num_token_slots for r in decodes)):
+            self._make_way()
             preempted = True
         return preempted
+
+    def _make_way(self) -> None:
+        """Preempt the request whose preemption costs least.
+
+        One that runs alone always fits, but its blocks may be strewn over slabs that other groups lack: then it begins
+        anew, in blocks that lie together.
+        """
+        victim = self._cheapest_to_preempt()
+        if victim is None:
+            (victim,) = self.running
+            victim.is_cold = True
+        self._preempt(victim)
 
     def _cheapest_to_preempt(self) -> Request | None:
         """The running request whose preemption costs least; never the first in policy order, so that one always ends.
@@ -199,6 +236,8 @@ class Scheduler:
         """Running prefills and waiting requests in one policy order, within the budget; tokens scheduled."""
         if not self._prefills and not self.waiting:
             return 0
+        if self.limits.capacity_policy == "STATIC_BATCH" and self.running:
+            may_admit = False
         prefills = sorted(self._prefills, key=self.policy.key, reverse=True)
         backlog = self.waiting.num_tokens + sum(r.num_known_tokens - r.num_launched_tokens for r in prefills)
         num_left, depth = self.limits.prefill_budget(num_decodes, len(prefills) + len(self.waiting), backlog)
@@ -206,9 +245,11 @@ class Scheduler:
         while num_left > 0:
             waiting = self._first_waiting() if may_admit else None
             if waiting is not None and (not prefills or self.policy.key(waiting) < self.policy.key(prefills[-1])):
-                may_admit = self._admit(step, waiting, num_left)
+                is_admitted = self._admit(step, waiting, num_left)
                 request = waiting
-                if not may_admit:
+                if not is_admitted:
+                    # One set aside makes way for the next; nobody overtakes one that lacks room.
+                    may_admit = waiting is not self.waiting.peek()
                     continue
             elif prefills:
                 request = prefills.pop()
@@ -218,6 +259,7 @@ class Scheduler:
             num_tokens = self._run_chunk(step, request, tokens_within(num_left, start, depth))
             num_left -= cost(num_tokens, start, depth)
             num_scheduled += num_tokens
+        self.waiting.bring_back()
         return num_scheduled
 
     def _run_chunk(self, step: Step, request: Request, budget: int) -> int:
@@ -250,38 +292,61 @@ class Scheduler:
     def _first_waiting(self) -> Request | None:
         """The next to let in; None where nobody waits, no row is free, or it is known that the first cannot run yet."""
         request = self.waiting.peek() if self._free_rows else None
-        if request is None or self._denied == (request, self.cache.num_closings):
+        if request is None or self._denied == (request, self.cache.num_releases):
             return None
         # A preempted request's next tokens may still be in flight. Nobody overtakes it meanwhile.
         return request if request.last_step_id <= self._last_updated_step_id else None
 
     def _admit(self, step: Step, request: Request, budget: int) -> bool:
         """Give the first waiting request a row and blocks for its first chunk; False: no room, and nothing changed."""
-        use_cache = not request.is_owed_prompt_logprobs
-        spare = self._num_spare_blocks if self.running else 0
+        use_cache = not request.is_owed_prompt_logprobs and not request.is_cold
+        spare = self.limits.watermark if self.running else 0.0
         promised = self.limits.num_promised_tokens(request)
         table = self.cache.open(request.token_ids, request.cache_key, promised, spare=spare, use_cache=use_cache)
         if table is None:
-            self._denied = (request, self.cache.num_closings)
+            self._denied = (request, self.cache.num_releases)
             return False
         num_cached = table.num_cached_tokens
         num_tokens = self.limits.chunk_len(request.num_known_tokens - num_cached, budget)
-        if num_tokens == 0:
+        awaits = use_cache and self._awaits_others(request, table)
+        if num_tokens == 0 or awaits:
             self.cache.close(table, request.token_ids, 0)
+            if awaits:
+                self.waiting.set_aside(request)
             return False
         self.cache.extend(table, num_cached + num_tokens)
         self.waiting.pop()
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_cached
         request.move_to(RequestStatus.RUNNING)
+        request.is_cold = False
         request.row = self._free_rows.pop()
         request.table = table
         request.num_computed_tokens = request.num_launched_tokens = num_cached
-        self.running[request] = self._prefills[request] = None
+        self.running[request] = self._prefills[request] = self._computing[request] = None
         self.counters.num_prefix_query_tokens += len(request.token_ids) if use_cache else 0
         self.counters.num_prefix_hit_tokens += num_cached
         step.admit(request)
         return True
+
+    def _awaits_others(self, request: Request, table: BlockTable) -> bool:
+        """Whether much of what a request lacks is being computed for another: then it waits, and finds it cached."""
+        if not self._computing or not self.cache.enable_block_reuse:
+            return False
+        size, start = self.cache.tokens_per_block, len(table.nodes) * self.cache.tokens_per_block
+        level = self.policy.level(request)
+        mine, num_lacking = request.token_ids, len(request.token_ids) - table.num_cached_tokens
+        for other in self._computing:
+            if other.table.node is not table.node or self.policy.level(other) < level:
+                continue
+            end = min(len(mine) - 1, other.num_prompt_tokens) // size * size
+            shared = start
+            while shared < end and mine[shared : shared + size] == other.token_ids[shared : shared + size]:
+                shared += size
+            num_saved = shared - table.num_cached_tokens
+            if num_saved > 0 and (num_saved >= WORTH_A_WAIT or 2 * num_saved >= num_lacking):
+                return True
+        return False
 
     def _preempt(self, request: Request) -> None:
         """Push a running request back to the front of its level; it will compute again what the cache has lost."""
@@ -308,13 +373,14 @@ class Scheduler:
     def _release(self, request: Request, *, trusted: bool) -> None:
         """Take away blocks and row. Both may be handed out in the very next plan."""
         if trusted:
-            self.cache.close(request.table, request.token_ids, request.num_computed_tokens)
+            self.cache.close(request.table, request.token_ids, request.num_computed_tokens, request.retention_wish)
         else:
             self.cache.close_untrusted(request.table)
         request.table = CLOSED
         del self.running[request]
         self._decodes.pop(request, None)
         self._prefills.pop(request, None)
+        self._computing.pop(request, None)
         self._newly_freed_rows.append(request.row)
         self._free_rows.append(request.row)
         request.row = -1
@@ -344,7 +410,7 @@ class Scheduler:
             token_ids.append(token_id)
             request.num_computed_tokens = computed = request.num_computed_tokens + 1
             if computed % size == 0:
-                self.cache.commit(request.table, token_ids, computed)
+                self.cache.commit(request.table, token_ids, computed, request.retention_wish)
             num_prompt, num_cached = request.num_prompt_tokens, request.num_cached_tokens
             deltas.append(RequestDelta(request.request_id, [token_id], None, None, None, None, num_prompt, num_cached))
             self.counters.num_output_tokens += 1
@@ -377,7 +443,9 @@ class Scheduler:
             if status is not None:
                 break
         if is_running and request.num_computed_tokens % self.cache.tokens_per_block < row.num_tokens:
-            self.cache.commit(request.table, request.token_ids, request.num_computed_tokens)
+            self.cache.commit(request.table, request.token_ids, request.num_computed_tokens, request.retention_wish)
+        if is_running and request.num_computed_tokens >= request.num_prompt_tokens:
+            self._computing.pop(request, None)
         prompt_logprobs = _unseen_prompt_logprobs(request, row, output.prompt_logprobs.get(place))
         if status is not None:
             self._end(request, status)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan in the making: requests are put in, and what the workers must know of it is written down."""
 
-from headrace.core.kv_cache_manager import KVCacheManager
+from headrace.core.kv_cache_manager import BlockCopy, BlockTable, KVCacheManager
 from headrace.core.output import AdmittedRequest, BlockAppend, CachePlan, ScheduledRow, SchedulerOutput
 from headrace.core.request import Request
 
@@ -17,6 +17,8 @@ class Step:
         "_cache",
         "_chunk_requests",
         "_chunks",
+        "_copies",
+        "_copying",
         "_decode_requests",
         "_decode_rows",
         "_decode_starts",
@@ -37,6 +39,8 @@ class Step:
         self._single_requests: list[Request] = []
         self._chunks: list[ScheduledRow] = []
         self._chunk_requests: list[Request] = []
+        self._copies: list[BlockCopy] = []
+        self._copying: list[BlockTable] = []
 
     @property
     def is_empty(self) -> bool:
@@ -49,13 +53,17 @@ class Step:
 
     def admit(self, request: Request) -> None:
         """Tell the workers of a request that has just got its row and its first blocks."""
+        copies = self._cache.copies(request.table)
+        if copies:
+            self._copies += copies
+            self._copying.append(request.table)
         self._admitted.append(
             AdmittedRequest(
                 row=request.row,
                 token_ids=list(request.token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=request.num_computed_tokens,
-                block_ids=tuple(list(block_ids) for block_ids in request.table.block_ids),
+                block_ids=self._cache.readable(request.table),
                 sampling=request.sampling,
             )
         )
@@ -108,12 +116,14 @@ class Step:
 
     def plan(self, freed_rows: list[int]) -> SchedulerOutput:
         """The finished plan."""
+        for table in self._copying:
+            self._cache.end_copies(table)
         return SchedulerOutput(
             step_id=self.step_id,
             freed_rows=freed_rows,
             admitted=self._admitted,
             appended_blocks=self._appended,
-            cache_plan=NO_COPIES,
+            cache_plan=CachePlan(self._copies) if self._copies else NO_COPIES,
             chunks=self._singles + self._chunks,
             decode_rows=self._decode_rows,
             decode_starts=self._decode_starts,

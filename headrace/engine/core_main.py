@@ -105,9 +105,9 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
         for line in worker.ledger:
             logger.info("%s", line)
         config = dataclasses.replace(config, max_seq_len=worker.max_seq_len)
-        scheduler = Scheduler.from_config(config, worker.num_blocks, worker.num_groups)
-        info = describe(config, source, worker, start.address, time.monotonic() - began)
         events = EventLog.from_config(kv_config, config.max_seq_len, None if stream is None else stream.publish)
+        scheduler = Scheduler.from_config(config, worker.layout, events)
+        info = describe(config, source, worker, start.address, time.monotonic() - began)
         core = EngineCore(scheduler, executor, config.num_plans_in_flight, events)
         # In a process of one's own; a thread of the user's leaves their collector alone.
         collector = IdleCollector() if start.parent_pid != os.getpid() else None
@@ -159,7 +159,7 @@ def describe(
         max_batch_size=config.max_batch_size,
         max_num_tokens=config.max_num_tokens,
         tokens_per_block=worker.tokens_per_block,
-        num_blocks=worker.num_blocks,
+        num_blocks=worker.layout.num_blocks,
         kv_bytes_per_token=worker.kv_bytes_per_token,
         device=config.device,
         dtype=config.dtype,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from headrace.config.resolve import ResolvedConfig
+from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.output import ModelOutput, SchedulerOutput
 from headrace.core.transfer import Transfer, TransferResult
 from headrace.utils.hub import ModelSource
@@ -29,7 +30,10 @@ class WorkerInfo(Protocol):
     """What a started worker measured; `headrace.worker` has the class."""
 
     @property
-    def num_blocks(self) -> int: ...
+    def layout(self) -> CacheLayout:
+        """Of the KV cache on the device."""
+        ...
+
     @property
     def tokens_per_block(self) -> int: ...
     @property
@@ -42,11 +46,6 @@ class WorkerInfo(Protocol):
     @property
     def max_seq_len(self) -> int:
         """What the cache holds, where that is less than the settings' `auto` value."""
-        ...
-
-    @property
-    def num_groups(self) -> int:
-        """KV groups: kinds of layers with a block table each."""
         ...
 
     @property

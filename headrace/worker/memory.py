@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from headrace.config.resolve import ResolvedConfig
-from headrace.core.kv_cache_spec import KvGroup
+from headrace.core.kv_cache_spec import KvGroup, lay_out
 from headrace.core.ledger import MemoryLedger, MemoryNeeds, MemoryWish, plan_memory
 from headrace.core.memory_estimate import activation_bytes, estimate_needs, graph_bytes, workspace_bytes
 from headrace.errors import ConfigError
@@ -92,6 +92,7 @@ class MemoryBook:
             activation_bytes_per_token=cdiv(activation_bytes(config), config.max_num_tokens),
             kv_bytes_per_block=per_block,
             tokens_per_block=config.tokens_per_block,
+            **_window_needs(config, groups),
             fixed_bytes=workspace_bytes(config),
             device="the host (free before the start)",
         )
@@ -111,6 +112,7 @@ class MemoryBook:
             activation_bytes_per_token=cdiv(peak, config.max_num_tokens),
             kv_bytes_per_block=per_block,
             tokens_per_block=config.tokens_per_block,
+            **_window_needs(config, groups),
             fixed_bytes=fixed,
             graph_bytes=graph_bytes(config) if has_graphs else 0,
             # Past what torch knows of: others', and what the driver and the libraries have loaded by now.
@@ -167,6 +169,21 @@ def _wish(config: ResolvedConfig, groups: Sequence[KvGroup], max_kv_tokens: int 
 
 
 def bytes_per_block(config: ResolvedConfig, groups: Sequence[KvGroup], dtype: str | None = None) -> int:
-    """Of a block of every group; dtype: were it another."""
-    specs = [(group, group.spec if dtype is None else replace(group.spec, dtype=dtype)) for group in groups]
-    return sum(replace(group, spec=spec).bytes_per_block(config.tokens_per_block) for group, spec in specs)
+    """Of a block of every group, as they lie in the arena; dtype: were it another."""
+    if dtype is not None:
+        groups = [replace(group, spec=replace(group.spec, dtype=dtype)) for group in groups]
+    return lay_out(groups, config.tokens_per_block, 1).bytes_per_position
+
+
+def _window_needs(config: ResolvedConfig, groups: Sequence[KvGroup]) -> dict[str, int]:
+    """What groups with a window keep of a request, for `MemoryNeeds`."""
+    layout = lay_out(groups, config.tokens_per_block, 1)
+    windows = [(group.window, group.block_stride) for group in layout.groups if group.window is not None]
+    if not windows:
+        return {}
+    longest = max(window for window, _ in windows) + config.max_num_tokens * config.num_plans_in_flight
+    return {
+        "window_bytes_per_block": sum(stride for _, stride in windows),
+        "max_window_blocks": cdiv(longest, config.tokens_per_block) + 2,
+        "slack_bytes": layout.slab_bytes * len(layout.groups),
+    }

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.output import AdmittedRequest, CachePlan, ScheduledRow, SchedulerOutput
 from headrace.core.request import SamplingSpec
 from headrace.utils.math import cdiv
@@ -28,14 +29,19 @@ EVERYTHING = SamplingSpec(
 
 
 def made_up_plan(
-    lengths: list[tuple[int, int]], spec: SamplingSpec, num_blocks: int, num_groups: int, tokens_per_block: int
+    lengths: list[tuple[int, int]], spec: SamplingSpec, layout: CacheLayout, tokens_per_block: int
 ) -> SchedulerOutput:
     """A step of rows 0, 1, ...: (tokens that count as computed, tokens to run) of each. Blocks are used many times."""
     admitted, scheduled = [], []
+    # Each group has slabs of its own, if there are so many.
+    num_slabs = max(1, layout.num_slabs // len(layout.groups))
+    starts = [place * num_slabs % layout.num_slabs * g.blocks_per_slab for place, g in enumerate(layout.groups)]
+    counts = [num_slabs * group.blocks_per_slab for group in layout.groups]
     for row, (computed, count) in enumerate(lengths):
-        blocks = [index % num_blocks for index in range(cdiv(computed + count, tokens_per_block))]
+        width = range(cdiv(computed + count, tokens_per_block))
+        blocks = tuple([first + index % num for index in width] for first, num in zip(starts, counts, strict=True))
         tokens = [0] * (computed + count)
-        admitted.append(AdmittedRequest(row, tokens, len(tokens), computed, (blocks,) * num_groups, spec))
+        admitted.append(AdmittedRequest(row, tokens, len(tokens), computed, blocks, spec))
         scheduled.append(ScheduledRow(row, count, True, computed))
     scheduled.sort(key=lambda each: each.num_tokens > 1)
     return SchedulerOutput(0, list(range(len(lengths))), admitted, [], CachePlan(), scheduled)

@@ -4,7 +4,7 @@
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from headrace.attention.base import DTYPES
 from headrace.attention.choose import BackendChooser
 from headrace.attention.long_chunk import LongShapes
 from headrace.config.resolve import ResolvedConfig
-from headrace.core.kv_cache_spec import KvGroup, group_layers
+from headrace.core.kv_cache_spec import CacheLayout, KvGroup, group_layers, lay_out
 from headrace.core.ledger import MemoryLedger
 from headrace.core.output import SchedulerOutput
 from headrace.core.padded_sizes import graph_sizes
@@ -34,7 +34,7 @@ from headrace.worker.kv_cache import KVArenas
 from headrace.worker.kv_tiers import open_tiers
 from headrace.worker.kv_transfer import KvTransfers
 from headrace.worker.launch_queue import InlineQueue, LaunchQueue, ThreadQueue
-from headrace.worker.memory import MemoryBook, bytes_per_block, usage
+from headrace.worker.memory import MemoryBook, usage
 from headrace.worker.model_runner import ModelRunner, Padding
 from headrace.worker.request_state import RequestState
 from headrace.worker.step_result import PendingOutput
@@ -53,13 +53,12 @@ logger = get_logger(__name__)
 class WorkerInfo:
     """What a started worker found and decided."""
 
-    num_blocks: int
+    layout: CacheLayout
+    """Of the KV cache on the device."""
     tokens_per_block: int
     kv_bytes_per_token: int
     max_seq_len: int
     """The config's, or less where that was `auto` and the cache holds less."""
-    num_groups: int
-    """KV groups: block tables per row."""
     num_host_blocks: int
     """Blocks of each group in the host tier; 0: there is none."""
     attn_backend: str
@@ -159,9 +158,10 @@ class Worker:
             self._long_shapes = LongShapes(needs, config.max_num_tokens, config.max_seq_len, device)
         ledger = self._share_memory(model, groups, book)
         phases.end_of("memory measuring")
-        self._runner = self._make_runner(model, groups, ledger.num_blocks)
+        layout = lay_out(groups, config.tokens_per_block, ledger.num_blocks)
+        self._runner = self._make_runner(model, groups, layout)
         phases.end_of("KV cache")
-        self._warm_up(self._runner, len(groups), ledger.num_blocks)
+        self._warm_up(self._runner, layout)
         phases.end_of("warm-up")
         self._get_ready()
         phases.end_of("CUDA graphs")
@@ -170,11 +170,10 @@ class Worker:
         self._transfers = open_tiers(config, model, self._source, groups, self._runner.arenas.groups, self._queue, free)
         phases.end_of("KV tiers")
         return WorkerInfo(
-            num_blocks=ledger.num_blocks,
+            layout=layout,
             tokens_per_block=config.tokens_per_block,
             kv_bytes_per_token=ledger.kv_bytes_per_token,
             max_seq_len=min(ledger.max_seq_len, config.max_seq_len),
-            num_groups=len(groups),
             num_host_blocks=0 if self._transfers is None else self._transfers.host.layout.num_units,
             attn_backend=",".join(self._backends.chosen),
             ledger=book.lines(self._runner.graph_bytes, self._runner.num_to_capture),
@@ -203,11 +202,11 @@ class Worker:
         )
         return build_model(config.model, ctx)
 
-    def _make_runner(self, model: CausalLM, groups: list[KvGroup], num_blocks: int) -> ModelRunner:
+    def _make_runner(self, model: CausalLM, groups: list[KvGroup], layout: CacheLayout) -> ModelRunner:
         config, device = self._config, self._device
         max_blocks = cdiv(config.max_seq_len, config.tokens_per_block)
         state = RequestState(config.max_batch_size, config.max_seq_len, [max_blocks] * len(groups), device)
-        arenas = KVArenas(groups, num_blocks, config.tokens_per_block, DTYPES[config.kv_dtype], device)
+        arenas = KVArenas(groups, layout, config.tokens_per_block, DTYPES[config.kv_dtype], device)
         return ModelRunner(
             model,
             state,
@@ -233,10 +232,11 @@ class Worker:
         if self._device.type == "cpu":
             return book.share_host(groups)
         before = torch.cuda.memory_allocated()
-        runner = self._make_runner(model, groups, num_blocks=1)
-        fixed = torch.cuda.memory_allocated() - before - bytes_per_block(config, groups)
+        layout = replace(lay_out(groups, config.tokens_per_block, 1), num_slabs=1)
+        runner = self._make_runner(model, groups, layout)
+        fixed = torch.cuda.memory_allocated() - before - layout.slab_bytes
         lengths = profiling.largest_step(config.max_batch_size, config.max_num_tokens, config.max_seq_len)
-        plan = profiling.made_up_plan(lengths, profiling.EVERYTHING, 1, len(groups), config.tokens_per_block)
+        plan = profiling.made_up_plan(lengths, profiling.EVERYTHING, layout, config.tokens_per_block)
         # Twice: the first also compiles, and allocates what libraries keep.
         peak = max(profiling.peak_bytes(runner, plan) for _ in range(2))
         del runner
@@ -263,10 +263,8 @@ class Worker:
             num_done += 1
         logger.debug("%d graphs and shapes ready in %.1f s.", num_done, time.monotonic() - began)
 
-    def _warm_up(self, runner: ModelRunner, num_groups: int, num_blocks: int) -> None:
+    def _warm_up(self, runner: ModelRunner, layout: CacheLayout) -> None:
         config = self._config
         limits = (config.max_batch_size, config.max_num_tokens, config.max_seq_len)
         for lengths, spec in profiling.warm_up_steps(self._device.type, *limits):
-            profiling.run(
-                runner, profiling.made_up_plan(lengths, spec, num_blocks, num_groups, config.tokens_per_block)
-            )
+            profiling.run(runner, profiling.made_up_plan(lengths, spec, layout, config.tokens_per_block))

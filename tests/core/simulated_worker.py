@@ -10,6 +10,10 @@ something is wrong.
 from collections import deque
 from dataclasses import dataclass
 
+from event_mirror import EventMirror
+
+from headrace.core.kv_cache_spec import CacheLayout
+from headrace.core.kv_events import EventLog
 from headrace.core.output import AdmittedRequest, ModelOutput, RequestDelta, SchedulerOutput, TokenLogprobs
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
@@ -84,10 +88,14 @@ def output_of(plan: SchedulerOutput, results: list[Result], *, counts: bool = Fa
 class SimulatedWorker:
     """Carries plans out in launch order, as late as `wait` is called."""
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, max_batch_size: int, num_groups: int = 1) -> None:
+    def __init__(self, layout: CacheLayout, tokens_per_block: int, max_batch_size: int) -> None:
         self.size = tokens_per_block
         self.max_batch_size = max_batch_size
-        self.arena = [[[0] * tokens_per_block for _ in range(num_blocks)] for _ in range(num_groups)]
+        # One arena of slabs, as the real one is: who writes to a slab of another group is found out.
+        slab = 16 * max(group.blocks_per_slab for group in layout.groups) * tokens_per_block
+        self.memory = [0] * (layout.num_slabs * slab)
+        self.strides = [slab // group.blocks_per_slab for group in layout.groups]
+        self.windows = [group.window for group in layout.groups]
         self.rows: dict[int, Row] = {}
         self.launched: deque[SchedulerOutput] = deque()
         self.num_launched = self.num_carried_out = 0
@@ -101,10 +109,12 @@ class SimulatedWorker:
         self.num_launched += 1
 
     def read_block(self, group: int, block_id: int) -> list[int]:
-        return self.arena[group][block_id]
+        start = self._at(group, block_id, 0)
+        return self.memory[start : start + self.size]
 
     def write_block(self, group: int, block_id: int, content: list[int]) -> None:
-        self.arena[group][block_id] = content
+        start = self._at(group, block_id, 0)
+        self.memory[start : start + self.size] = content
 
     def wait(self) -> tuple[SchedulerOutput, ModelOutput]:
         """Carry out the oldest launched plan."""
@@ -123,16 +133,20 @@ class SimulatedWorker:
         for admitted in plan.admitted:
             assert admitted.row not in self.rows and 0 <= admitted.row < self.max_batch_size
             self.rows[admitted.row] = self._row(admitted)
+        for group, source, destination in plan.cache_plan.device_copies:
+            self.write_block(group, destination, self.read_block(group, source))
         for append in plan.appended_blocks:
             table = self.rows[append.row].tables[append.group]
             assert append.start == len(table), "a block table with a hole"
             table += append.block_ids
-        for group, source, destination in plan.cache_plan.device_copies:
-            self.arena[group][destination] = list(self.arena[group][source])
         lengths = [each.num_tokens for each in plan.scheduled]
         assert lengths and len({each.row for each in plan.scheduled}) == len(lengths)
         assert lengths == [n for n in lengths if n == 1] + [n for n in lengths if n > 1], "single tokens come first"
         assert len(plan.decode_rows) == len(plan.decode_starts) and plan.num_rows == len(lengths)
+
+    def _at(self, group: int, block_id: int, slot: int) -> int:
+        """Where in memory a slot of a block is."""
+        return block_id * self.strides[group] + slot
 
     @staticmethod
     def _row(admitted: AdmittedRequest) -> Row:
@@ -153,8 +167,9 @@ class SimulatedWorker:
         kv = row.kv_at(start - 1)
         for position in range(start, start + num_tokens):
             kv = next_kv(kv, row.token_ids[position])
-            for arena, table in zip(self.arena, row.tables, strict=True):
-                arena[table[position // self.size]][position % self.size] = -1 if row.is_broken else kv
+            for group, table in enumerate(row.tables):
+                block_id = table[position // self.size]
+                self.memory[self._at(group, block_id, position % self.size)] = -1 if row.is_broken else kv
         row.num_computed_tokens += num_tokens
 
     def _read(self, row: Row, num_tokens: int, samples: bool) -> Result:
@@ -165,11 +180,13 @@ class SimulatedWorker:
         kv = row.sampling.seed
         for position, token_id in enumerate(row.token_ids[:end]):
             kv = next_kv(kv, token_id)
-            for arena, table in zip(self.arena, row.tables, strict=True):
-                found = arena[table[position // self.size]][position % self.size]
-                assert found == kv, (
-                    f"position {position}: the KV in block {table[position // self.size]} is not its own"
-                )
+            for group, table in enumerate(row.tables):
+                window = self.windows[group]
+                if window is not None and position <= end - num_tokens - window:
+                    continue
+                block_id = table[position // self.size]
+                found = self.memory[self._at(group, block_id, position % self.size)]
+                assert found == kv, f"position {position}: the KV in block {block_id} of group {group} is not its own"
         assert samples == (end == len(row.token_ids))
         new = [next_token(kv)] if samples else []
         row.token_ids += new
@@ -194,9 +211,7 @@ class Engine:
         cache = scheduler.cache
         self.scheduler = scheduler
         self.depth = depth
-        self.worker = SimulatedWorker(
-            cache.num_blocks, cache.tokens_per_block, scheduler.limits.max_batch_size, len(cache.pools)
-        )
+        self.worker = SimulatedWorker(cache.layout, cache.tokens_per_block, scheduler.limits.max_batch_size)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.prompt_logprobs: dict[str, list[int]] = {}
@@ -204,6 +219,18 @@ class Engine:
         self.silenced: set[str] = set()
         """Requests of which nothing may be heard any more."""
         self.plans: list[SchedulerOutput] = []
+        self.mirror: EventMirror | None = None
+
+    def follow_events(self) -> None:
+        """From here on `check_events` compares what readers of events know with what the cache has."""
+        self.scheduler.cache.tree.events = log = EventLog(100_000, 1)
+        self.mirror = EventMirror(log)
+
+    def check_events(self) -> None:
+        tree = self.scheduler.cache.tree
+        if self.mirror is not None:
+            nodes = [node for node in tree.nodes() if not node.is_detached]
+            self.mirror.check({tree.hash_of(node): (0, node.priority) for node in nodes})
 
     def add(self, request: Request) -> Request:
         self.scheduler.add_request(request)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.kv_cache_manager import KVCacheManager
+from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.limits import SchedulerLimits
 from headrace.core.output import ModelOutput, SchedulerOutput
 from headrace.core.prefill_budget import LEAST, adaptive_budget, cost, tokens_within
@@ -37,7 +38,7 @@ class Run:
     """A scheduler whose worker always answers at once."""
 
     def __init__(self, **limits: object) -> None:
-        cache = KVCacheManager(9000, 32)
+        cache = KVCacheManager(CacheLayout.plain(9000), 32)
         defaults = {"max_batch_size": 64, "max_num_tokens": 8192, "max_prefill_tokens": 2048, "max_seq_len": 40_000}
         self.scheduler = Scheduler(SchedulerLimits(**{**defaults, "adapts_prefill": True, **limits}), cache)  # type: ignore[arg-type]
         self.num_added = 0

@@ -5,6 +5,7 @@ import pytest
 from simulated_worker import EOS, Engine, Result, output_of, plain_run
 
 from headrace.core.kv_cache_manager import KVCacheManager
+from headrace.core.kv_cache_spec import CacheLayout, GroupLayout
 from headrace.core.output import ModelOutput
 from headrace.core.request import Request, RequestStatus, SamplingSpec
 from headrace.core.scheduler import Scheduler, SchedulerLimits
@@ -36,7 +37,7 @@ def make_engine(
         capacity_policy=capacity_policy,
         enable_chunked_prefill=enable_chunked_prefill,
     )
-    cache = KVCacheManager(num_blocks, tokens_per_block, enable_block_reuse=enable_block_reuse)
+    cache = KVCacheManager(CacheLayout.plain(num_blocks), tokens_per_block, enable_block_reuse=enable_block_reuse)
     return Engine(Scheduler(limits, cache), depth)
 
 
@@ -125,8 +126,8 @@ def test_a_prompt_seen_before_is_taken_from_the_cache_but_for_its_last_token() -
     second = engine.add(make_request("b", num_prompt_tokens=16))
     engine.run()
     assert first.num_cached_tokens == 0
-    assert second.num_cached_tokens == 12
-    assert engine.last_delta["b"].num_cached_tokens == 12
+    assert second.num_cached_tokens == 15
+    assert engine.last_delta["b"].num_cached_tokens == 15
     assert engine.outputs["a"] == engine.outputs["b"]
     engine.check_outputs()
 
@@ -420,6 +421,73 @@ def test_larger_priority_goes_first_and_equal_ones_in_order_of_arrival() -> None
     assert order == ["b", "d", "a", "c"]
 
 
+def test_nobody_is_overtaken_for_longer_than_priorities_differ() -> None:
+    engine = make_engine(max_batch_size=1, policy="priority", depth=1)
+    now = 0.0
+    engine.scheduler.now = lambda: now
+    engine.add(make_request("old", max_tokens=1, priority=0))
+    for second in range(100):
+        now = float(second)
+        engine.add(make_request(f"new{second}", max_tokens=2, priority=40, first_token=second))
+        engine.step()
+    assert engine.requests["old"].is_finished
+    ended = [request_id for request_id, delta in engine.last_delta.items() if delta.finish_reason is not None]
+    # Those that came in its first 40 seconds, in which one level of priority more or less made the difference.
+    assert ended[: ended.index("old")] == [f"new{i}" for i in range(ended.index("old"))]
+    assert 39 <= ended.index("old") <= 41
+    engine.run()
+
+
+def test_a_static_batch_ends_before_the_next_one_begins() -> None:
+    engine = make_engine(capacity_policy="STATIC_BATCH", max_batch_size=4, depth=2)
+    for i in range(6):
+        engine.add(make_request(f"r{i}", max_tokens=3 + i, first_token=i))
+    engine.run()
+    admitting = [plan.step_id for plan in engine.plans if plan.admitted]
+    assert len(admitting) == 2
+    first, second = [plan for plan in engine.plans if plan.admitted]
+    assert (len(first.admitted), len(second.admitted)) == (4, 2)
+    assert set(second.freed_rows) or any(plan.freed_rows for plan in engine.plans if plan.step_id < second.step_id)
+    engine.check_outputs()
+
+
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    engine = make_engine(max_num_tokens=32, depth=2, num_blocks=64)
+    for i in range(4):
+        engine.add(make_request(f"r{i}", num_prompt_tokens=40, max_tokens=3))
+    engine.add(make_request("other", num_prompt_tokens=8, max_tokens=3, first_token=5))
+    engine.step()
+    # Nobody who computes something else waits behind those that wait for the first.
+    assert {*engine.scheduler.running} == {engine.requests["r0"]} or engine.requests["other"].row >= 0
+    engine.run()
+    totals = engine.scheduler.stats().totals
+    assert totals.num_prefill_tokens == 40 + 8 + 3
+    assert [engine.requests[f"r{i}"].num_cached_tokens for i in range(4)] == [0, 39, 39, 39]
+    engine.check_outputs()
+
+
+def test_a_request_does_not_wait_for_a_prefix_that_is_little_of_what_it_lacks() -> None:
+    engine = make_engine(max_num_tokens=64, depth=1, num_blocks=64)
+    engine.add(Request("a", list(range(40)), SamplingSpec(max_tokens=2)))
+    engine.add(Request("b", [*range(8), *range(50, 82)], SamplingSpec(max_tokens=2)))
+    engine.step()
+    assert len(engine.scheduler.running) == 2
+    engine.run()
+    engine.check_outputs()
+
+
+def test_one_that_waits_for_a_prefix_computes_it_when_the_other_is_aborted() -> None:
+    engine = make_engine(max_num_tokens=32, max_prefill_tokens=32, depth=2)
+    for request_id in ("a", "b"):
+        engine.add(make_request(request_id, num_prompt_tokens=60, max_tokens=3))
+    engine.step()
+    assert list(engine.scheduler.running) == [engine.requests["a"]]
+    engine.abort("a")
+    engine.run()
+    engine.check_outputs()
+    engine.check_nothing_leaked()
+
+
 def test_a_more_important_prompt_overtakes_a_long_prefill() -> None:
     engine = make_engine(max_num_tokens=8, max_prefill_tokens=8, policy="priority", depth=1)
     engine.add(make_request("long", num_prompt_tokens=50, priority=10, max_tokens=1))
@@ -477,7 +545,8 @@ def test_a_row_freed_and_given_away_in_one_plan_belongs_to_the_new_request() -> 
 
 
 def test_several_groups_get_blocks_in_step() -> None:
-    scheduler = Scheduler(SchedulerLimits(4, 32, 16, 64), KVCacheManager(20, 4, num_groups=2))
+    cache = KVCacheManager(CacheLayout(10, (GroupLayout(4), GroupLayout(4))), 4)
+    scheduler = Scheduler(SchedulerLimits(4, 32, 16, 64), cache)
     engine = Engine(scheduler, depth=2)
     for i in range(5):
         engine.add(make_request(f"r{i}", num_prompt_tokens=18, max_tokens=30, first_token=i % 2))
@@ -514,8 +583,8 @@ def test_counters_tell_what_happened() -> None:
     stats = engine.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_blocks) == (1, 0, 64)
     assert stats.totals.num_prefix_query_tokens == 32
-    assert stats.totals.num_prefix_hit_tokens == 12
-    assert stats.totals.num_prefill_tokens == 20
+    assert stats.totals.num_prefix_hit_tokens == 15
+    assert stats.totals.num_prefill_tokens == 17
     engine.run()
     totals = engine.scheduler.stats().totals
     assert totals.num_decode_tokens == 8

@@ -7,35 +7,57 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulated_worker import EOS, Engine
 
 from headrace.core.kv_cache_manager import KVCacheManager
+from headrace.core.kv_cache_spec import CacheLayout, GroupLayout
 from headrace.core.request import Request, SamplingSpec
+from headrace.core.retention import Retention
 from headrace.core.scheduler import Scheduler, SchedulerLimits
 
 MAX_STEPS_LEFT = 5_000
 
 
 @st.composite
+def layouts(draw: st.DrawFn) -> CacheLayout:
+    """One group, or some of unlike block sizes, with and without windows, that fight for slabs."""
+    if draw(st.booleans()):
+        return CacheLayout.plain(draw(st.integers(4, 24)))
+    per_slab = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3))
+    windows = [draw(st.sampled_from([None, None, 1, 3, 8])) for _ in per_slab]
+    groups = tuple(GroupLayout(n, window, 16 // n) for n, window in zip(per_slab, windows, strict=True))
+    return CacheLayout(draw(st.integers(4 * len(groups), 24)), groups)
+
+
+@st.composite
 def engines(draw: st.DrawFn) -> Engine:
     """Small pools, so that requests fight for them, and every setting that changes who runs."""
     tokens_per_block = draw(st.sampled_from([1, 2, 4]))
-    num_blocks = draw(st.integers(4, 24))
+    layout = draw(layouts())
+    depth = draw(st.integers(1, 4))
     max_batch_size = draw(st.integers(1, 6))
+    max_num_tokens = max_batch_size + draw(st.integers(0, 20))
+    cache = KVCacheManager(
+        layout,
+        tokens_per_block,
+        enable_block_reuse=draw(st.sampled_from([True, True, True, False])),
+        enable_partial_reuse=draw(st.booleans()),
+        copy_on_partial_reuse=draw(st.booleans()),
+        max_tokens_in_flight=max_num_tokens * depth,
+    )
+    longest = min(cache.most_tokens(100 * tokens_per_block), 24 * tokens_per_block)
     limits = SchedulerLimits(
         max_batch_size=max_batch_size,
-        max_num_tokens=max_batch_size + draw(st.integers(0, 20)),
+        max_num_tokens=max_num_tokens,
         max_prefill_tokens=draw(st.integers(1, 12)),
-        max_seq_len=max(2, draw(st.integers(num_blocks // 2, num_blocks)) * tokens_per_block),
+        max_seq_len=max(2, draw(st.integers(longest // 2, longest))),
         watermark=draw(st.sampled_from([0.0, 0.1, 0.4])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
-        capacity_policy=draw(st.sampled_from(["MAX_UTILIZATION", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT"])),
+        capacity_policy=draw(
+            st.sampled_from(["MAX_UTILIZATION", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH"])
+        ),
         enable_chunked_prefill=draw(st.sampled_from([True, True, False])),
     )
-    cache = KVCacheManager(
-        num_blocks,
-        tokens_per_block,
-        num_groups=draw(st.integers(1, 2)),
-        enable_block_reuse=draw(st.sampled_from([True, True, True, False])),
-    )
-    engine = Engine(Scheduler(limits, cache), depth=draw(st.integers(1, 4)))
+    engine = Engine(Scheduler(limits, cache), depth=depth)
+    if draw(st.booleans()):
+        engine.follow_events()
     engine.worker.counts = draw(st.booleans())
     return engine
 
@@ -56,7 +78,9 @@ def requests(draw: st.DrawFn, request_id: str, max_seq_len: int) -> Request:
     )
     prompt = prompt[: max_seq_len - 1] or [1]
     priority = draw(st.integers(0, 100))
-    return Request(request_id, prompt, sampling, priority=priority, cache_salt=str(salt))
+    retention = Retention([(0, len(prompt), draw(st.integers(0, 100)), draw(st.sampled_from([None, 0, 5])))], 20, 10)
+    retention = draw(st.sampled_from([None, None, retention]))
+    return Request(request_id, prompt, sampling, priority=priority, cache_salt=str(salt), retention=retention)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -112,13 +136,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.engine.scheduler.check_invariants()
+        self.engine.check_events()
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             self.engine.run(MAX_STEPS_LEFT)
             self.engine.check_outputs()
             self.engine.check_nothing_leaked()
-            if self.engine.scheduler.limits.capacity_policy == "GUARANTEED_NO_EVICT":
+            self.engine.check_events()
+            if self.engine.scheduler.limits.capacity_policy != "MAX_UTILIZATION":
                 assert self.engine.scheduler.counters.num_preemptions == 0
 
 
@@ -136,7 +162,7 @@ TestScheduler.settings = settings(
 @given(random=st.randoms(use_true_random=False), depth=st.integers(1, 4), policy=st.sampled_from(["fcfs", "priority"]))
 def test_a_long_crowded_run_ends_with_the_outputs_of_a_plain_one(random, depth, policy) -> None:  # type: ignore[no-untyped-def]
     limits = SchedulerLimits(6, 24, 10, 80, watermark=0.1, policy=policy)
-    engine = Engine(Scheduler(limits, KVCacheManager(24, 4)), depth)
+    engine = Engine(Scheduler(limits, KVCacheManager(CacheLayout.plain(24), 4)), depth)
     for i in range(30):
         prompt = [random.randrange(2) for _ in range(random.randrange(1, 60))]
         sampling = SamplingSpec(max_tokens=random.randrange(1, 60), eos_token_ids=[EOS])

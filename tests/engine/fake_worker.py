@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.config.resolve import DeviceFacts, ResolvedConfig
+from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.output import ModelOutput, ScheduledRow, SchedulerOutput, TokenLogprobs
 from headrace.core.transfer import Transfer, TransferResult
 from headrace.errors import ModelLoadError
@@ -29,11 +30,10 @@ def cuda_facts(device: str) -> DeviceFacts:
 
 @dataclass
 class Info:
-    num_blocks: int
+    layout: CacheLayout
     tokens_per_block: int
     max_seq_len: int
     kv_bytes_per_token: int = 1
-    num_groups: int = 1
     num_host_blocks: int = 0
     attn_backend: str = "NONE"
     ledger: list[str] = field(default_factory=lambda: ["nothing"])
@@ -92,7 +92,7 @@ class FakeWorker:
     def start(self, progress: Callable[[str, int, int], None]) -> Info:
         for done in range(4):
             progress("loading weights", done, 3)
-        return Info(NUM_BLOCKS, self.config.tokens_per_block, self.config.max_seq_len)
+        return Info(CacheLayout.plain(NUM_BLOCKS), self.config.tokens_per_block, self.config.max_seq_len)
 
     def forward(self, plan: SchedulerOutput) -> None:
         for row in plan.freed_rows:

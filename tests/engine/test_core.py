@@ -9,6 +9,7 @@ from fake_worker import NUM_BLOCKS, FakeWorker, LateWorker, device_facts
 from headrace.config.checkpoint import load_model_config
 from headrace.config.llm_args import LlmArgs
 from headrace.config.resolve import ResolvedConfig, resolve
+from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.request import SamplingSpec
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
@@ -27,7 +28,7 @@ def request(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
 
 
 def core_with(config: ResolvedConfig, worker: FakeWorker, depth: int) -> EngineCore:
-    return EngineCore(Scheduler.from_config(config, NUM_BLOCKS), worker, depth)
+    return EngineCore(Scheduler.from_config(config, CacheLayout.plain(NUM_BLOCKS)), worker, depth)
 
 
 def outputs(core: EngineCore, step: str) -> dict[str, list[int]]:

@@ -67,7 +67,7 @@ def started(folder: Path, cls: type[Worker] = Worker, **settings: object) -> tup
     info = worker.start(lambda *_: None)
     while worker.use_idle_time():
         pass
-    return worker, Scheduler.from_config(config, info.num_blocks, info.num_groups)
+    return worker, Scheduler.from_config(config, info.layout)
 
 
 def requests(count: int) -> list[Request]:

@@ -57,7 +57,7 @@ def started(folder: Path, **settings: object) -> tuple[Watched, Scheduler]:
     info = worker.start(lambda *_: None)
     while worker.use_idle_time():
         pass
-    return worker, Scheduler.from_config(config, info.num_blocks, info.num_groups)
+    return worker, Scheduler.from_config(config, info.layout)
 
 
 def serve(worker: Worker, scheduler: Scheduler, prompts: list[list[int]], **sampling: object) -> None:

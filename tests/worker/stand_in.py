@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.kv_cache_manager import KVCacheManager
-from headrace.core.kv_cache_spec import KvSpec, group_layers
+from headrace.core.kv_cache_spec import CacheLayout, KvSpec, group_layers, lay_out
 from headrace.core.output import ModelOutput, SchedulerOutput
 from headrace.core.padded_sizes import PaddedSizes
 from headrace.core.request import Request, SamplingSpec
@@ -98,13 +98,13 @@ class Bench:
         captures: bool = False,
     ) -> None:
         self.model = model or StandIn()
-        self.cache = KVCacheManager(num_blocks, PER_BLOCK)
+        self.cache = KVCacheManager(CacheLayout.plain(num_blocks), PER_BLOCK)
         self.scheduler = Scheduler(
             SchedulerLimits(max_batch_size, max_num_tokens, max_prefill_tokens, MAX_SEQ_LEN), self.cache
         )
         self.state = RequestState(max_batch_size, MAX_SEQ_LEN, [MAX_SEQ_LEN // PER_BLOCK], CPU)
         groups = group_layers([KvSpec(1, HIDDEN, dtype="float32")] * 2)
-        arenas = KVArenas(groups, num_blocks, PER_BLOCK, torch.float32, CPU)
+        arenas = KVArenas(groups, lay_out(groups, PER_BLOCK, num_blocks), PER_BLOCK, torch.float32, CPU)
         sizes = PaddedSizes(max_batch_size, [1, 2, max_batch_size], [4, 9, 16, max_num_tokens])
         padding = Padding(sizes, HIDDEN, torch.float32, captures=captures) if is_padded else None
         self.runner = ModelRunner(

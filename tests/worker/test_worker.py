@@ -20,7 +20,7 @@ from headrace.config.kv_connector import KvCacheConnectorConfig
 from headrace.config.llm_args import LlmArgs
 from headrace.config.model import ModelConfig
 from headrace.config.resolve import ResolvedConfig, resolve
-from headrace.core.kv_cache_spec import KvSpec, group_layers
+from headrace.core.kv_cache_spec import CacheLayout, KvSpec, group_layers
 from headrace.core.memory_estimate import activation_bytes, workspace_bytes
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
@@ -98,11 +98,11 @@ def test_tokens_do_not_depend_on_batch_chunks_cache_or_depth(
     worker, info, config = tiny
     alone: dict[str, list[int]] = {}
     for name, prompt in prompts().items():
-        scheduler = Scheduler.from_config(config, info.num_blocks, info.num_groups)
+        scheduler = Scheduler.from_config(config, info.layout)
         alone |= generate(worker, scheduler, {name: prompt}, 1, **sampling)
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
     for depth in (1, 2):
-        scheduler = Scheduler.from_config(config, info.num_blocks, info.num_groups)
+        scheduler = Scheduler.from_config(config, info.layout)
         for _ in range(2):
             # The second time everything is found in the prefix cache.
             assert generate(worker, scheduler, prompts(), depth, **sampling) == alone
@@ -114,8 +114,10 @@ def test_a_few_blocks_preempt_and_change_nothing(tiny: tuple[Worker, WorkerInfo,
     requests = {str(i): [(i * 31 + j) % 151 for j in range(20 + i)] for i in range(4)}
     alone: dict[str, list[int]] = {}
     for name, prompt in requests.items():
-        alone |= generate(worker, Scheduler.from_config(config, 16), {name: prompt}, 1, max_tokens=40)
-    scheduler = Scheduler.from_config(config, 16)
+        alone |= generate(
+            worker, Scheduler.from_config(config, CacheLayout.plain(16)), {name: prompt}, 1, max_tokens=40
+        )
+    scheduler = Scheduler.from_config(config, CacheLayout.plain(16))
     assert generate(worker, scheduler, requests, 2, max_tokens=40) == alone
     assert scheduler.counters.num_preemptions > 0
 
@@ -123,7 +125,7 @@ def test_a_few_blocks_preempt_and_change_nothing(tiny: tuple[Worker, WorkerInfo,
 def test_the_info_says_what_was_allocated(tiny: tuple[Worker, WorkerInfo, ResolvedConfig]) -> None:
     _, info, config = tiny
     assert info.kv_bytes_per_token == 3 * 2 * 2 * 8 * 4
-    assert info.num_blocks * info.tokens_per_block >= config.max_seq_len == info.max_seq_len == 128
+    assert info.layout.num_blocks * info.tokens_per_block >= config.max_seq_len == info.max_seq_len == 128
     assert any("KV cache" in line for line in info.ledger)
 
 
@@ -139,7 +141,7 @@ def test_all_torch_work_is_done_by_one_thread(tiny: tuple[Worker, WorkerInfo, Re
         return forward(fwd)
 
     runner._model.forward = noted  # type: ignore[method-assign, assignment]
-    generate(worker, Scheduler.from_config(config, info.num_blocks), {"a": [1, 2]}, 2)
+    generate(worker, Scheduler.from_config(config, info.layout), {"a": [1, 2]}, 2)
     runner._model.forward = forward  # type: ignore[method-assign]
     assert names == {("headrace-device", 1, True)}
 
@@ -205,7 +207,7 @@ def test_a_missing_checkpoint_is_a_clear_error_and_shutdown_still_works(tmp_path
 def test_shutdown_finishes_what_was_launched() -> None:
     config = config_of()
     worker, info = started(config)
-    scheduler = Scheduler.from_config(config, info.num_blocks)
+    scheduler = Scheduler.from_config(config, info.layout)
     scheduler.add_request(Request("a", [1, 2, 3], SamplingSpec(temperature=0.0, max_tokens=4)))
     plan = scheduler.schedule()
     assert plan is not None
@@ -245,7 +247,7 @@ def test_blocks_leave_a_worker_and_come_back_into_another_after_a_restart(tmp_pa
     prompt = prompts()["long"]
     worker, info = started(config)
     assert (info.num_host_blocks, worker.num_ready_host_blocks()) == (20, 20)
-    scheduler = Scheduler.from_config(config, info.num_blocks, info.num_groups)
+    scheduler = Scheduler.from_config(config, info.layout)
     arena = worker._runner.arenas.groups[0]
     arena.zero_()
     expected = generate(worker, scheduler, {"a": prompt}, 2)["a"]
@@ -266,7 +268,7 @@ def test_blocks_leave_a_worker_and_come_back_into_another_after_a_restart(tmp_pa
     worker.shutdown()
 
     again, info = started(config)
-    elsewhere = [(0, info.num_blocks - 1 - index, 19 - index) for index in range(len(blocks))]
+    elsewhere = [(0, info.layout.num_blocks - 1 - index, 19 - index) for index in range(len(blocks))]
     asked = [*names, bytes([99]) * 32]
     assert wait_for(again, "lookup", [(0, -1, -1)] * len(asked), asked) == [len(blocks)]
     assert wait_for(again, "fetch", [(0, -1, host) for _, _, host in elsewhere], names) == []
