@@ -27,7 +27,7 @@ class TritonAttention:
         shared = shared_memory(device)
         self.prefill_tile = prefill_tile(need.head_dim, element_size, shared)
         self.decode_tile = decode_tile(need.head_dim, element_size, need.num_q_heads // need.num_kv_heads, shared)
-        self.programs = num_programs(device, self.decode_tile, need.head_dim, kv_dtype.itemsize)
+        self.programs = num_programs(device, self.decode_tile, need.head_dim, element_size)
         self.long = LongPrefill(need, device.type) if serves(need, device) else None
         self.plan_key = ("TRITON", need.window, need.num_q_heads, need.num_kv_heads, need.head_dim)
 

@@ -47,7 +47,7 @@ from headrace.kernels.skinny_triton import vector_kernel, vector_tile
 # 16, as they are at a real launch, except those a kernel is not specialised on.
 TYPES = {
     "fp32": ("eps", "offset", "scale_log2", "softcap"),
-    "*fp32": ("part_value", "lse", "other_lse", "partial", "partial_lse", "logits", "top_p", "min_p", "thresholds"),
+    "*fp32": ("part_value", "lse", "other_lse", "partial", "partial_lse", "kv_scale", "logits", "top_p", "min_p", "thresholds"),
     "*fp64": ("uniform",),
     "*i32": (
         "block_table", "query_start_loc", "seq_lens", "items", "share_items", "row_items", "row_units", "state",
@@ -55,8 +55,11 @@ TYPES = {
         "num_computed_tokens", "token_ids", "sample_rows", "part_index", "counters", "choices", "top_k",
     ),
     "*i64": ("positions", "slots", "pairs", "input_ids", "slot_mapping", "sampled", "seeds"),
-    "*model": ("x", "weight", "bias", "out", "residual", "qkv", "q_norm", "k_norm", "q", "cache", "arena", "other"),
+    "*model": ("x", "weight", "bias", "out", "residual", "qkv", "q_norm", "k_norm", "q", "arena", "other"),
 }  # fmt: skip
+
+
+CACHE_TYPES = {"plain": "*model", "fp8": "*u8", "fp8_native": "*u8", "int8": "*i8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +76,40 @@ class Variant:
     def type_of(self, name: str) -> str:
         """An argument's type as Triton spells it."""
         by_name = {argument: kind for kind, names in TYPES.items() for argument in names}
-        return self.types.get(name, by_name.get(name, "i32")).replace("model", self.model_dtype)
+        kind = {"cache": CACHE_TYPES[self.constants.get("KV", "plain")]}.get(name, by_name.get(name, "i32"))
+        return self.types.get(name, kind).replace("model", self.model_dtype)
 
 
 # Targets with shared memory like another's compile what takes most of it; these compile all shapes.
 ALL_SHAPES = (80, 86, 90)
 
 
+def fp8_kind(arch: int) -> str:
+    """How kernels read e4m3 there."""
+    return "fp8_native" if arch >= 89 else "fp8"
+
+
 def attention_variants(arch: int) -> Iterator[Variant]:
-    """Head widths with tiles of their own, one that is no power of two, and the longest code path."""
-    shared = SHARED_MEMORY[arch]
+    """Head widths with tiles of their own, one that is no power of two, every kind of cache, the longest code path."""
+    shared, fp8 = SHARED_MEMORY[arch], fp8_kind(arch)
     shapes = (
-        (128, 8, 512, True, "bf16"),
-        (256, 4, 512, False, "bf16"),
-        (64, 3, 0, False, "bf16"),
-        (80, 1, 0, False, "bf16"),
-        (128, 4, 0, False, "bf16"),
-        (8, 2, 0, False, "fp32"),
-        (256, 2, 0, False, "fp32"),
+        (128, 8, 512, True, "bf16", "plain"),
+        (256, 4, 512, False, "bf16", "plain"),
+        (128, 4, 0, False, "bf16", fp8),
+        (128, 4, 0, False, "bf16", "int8"),
+        (256, 4, 512, True, "bf16", fp8),
+        (256, 4, 512, True, "bf16", "int8"),
+        (64, 3, 0, False, "bf16", "plain"),
+        (80, 1, 0, False, "bf16", "plain"),
+        (80, 1, 0, False, "bf16", fp8),
+        (80, 1, 0, False, "fp16", "int8"),
+        (128, 4, 0, False, "bf16", "plain"),
+        (8, 2, 0, False, "fp32", "plain"),
+        (256, 2, 0, False, "fp32", "plain"),
+        (256, 2, 0, False, "fp32", fp8),
+        (256, 2, 0, False, "fp32", "int8"),
     )
-    for head_dim, group_size, window, softcap, dtype in shapes if arch in ALL_SHAPES else shapes[:2]:
+    for head_dim, group_size, window, softcap, dtype, kv in shapes if arch in ALL_SHAPES else shapes[:4]:
         size = 4 if dtype == "fp32" else 2
         common = {
             "GROUP_SIZE": group_size,
@@ -102,6 +119,7 @@ def attention_variants(arch: int) -> Iterator[Variant]:
             "TOKENS_PER_BLOCK": 32,
             "WINDOW": window,
             "HAS_SOFTCAP": softcap,
+            "KV": kv,
         }
         for kernel, tile in (
             (prefill_kernel, prefill_tile(head_dim, size, shared)),
@@ -112,7 +130,7 @@ def attention_variants(arch: int) -> Iterator[Variant]:
             yield Variant(kernel, common | blocks | record, tile.num_warps, tile.num_stages, dtype)
 
 
-def layer_variants() -> Iterator[Variant]:
+def layer_variants(arch: int) -> Iterator[Variant]:
     """Norms, activations, rotary and copies, with the constants of common models."""
     yield Variant(rms_norm_kernel, {"BLOCK": 4096}, 8)
     yield Variant(fused_add_rms_norm_kernel, {"BLOCK": 4096}, 8)
@@ -122,14 +140,17 @@ def layer_variants() -> Iterator[Variant]:
     words = {"words": "*i64", "ids": "*i32", "partial": "*i64"}
     yield Variant(block_checksums_kernel, {"BLOCK": CHECKSUM_BLOCK, "TILES": TILES}, types=words)
     head = {"HEAD_DIM": 128, "BLOCK_DIM": 128}
-    yield Variant(gather_row_kernel, head | {"TOKENS_PER_BLOCK": 32, "BLOCK": 64}, types={"table": "*i32"})
+    kinds = ("plain", fp8_kind(arch), "int8")
+    for kv in kinds:
+        constants = head | {"TOKENS_PER_BLOCK": 32, "BLOCK": 64, "KV": kv}
+        yield Variant(gather_row_kernel, constants, types={"table": "*i32"})
     yield Variant(merge_attention_kernel, head | {"BLOCK": 32})
     yield Variant(read_sums_kernel, {"PIECE": PIECE, "BLOCK": BLOCK}, 8, types={"out": "*fp32"})
     heads = {"HAS_Q_NORM": True, "HAS_K_NORM": True, "HAS_ROPE": True}
     whole = {"HEAD_DIM": 128, "HALF": 64, "BLOCK_HEADS": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1}
     part = {"HEAD_DIM": 80, "HALF": 16, "BLOCK_HEADS": 32, "BLOCK_HALF": 16, "BLOCK_REST": 64}
-    for shape in (whole, part):
-        yield Variant(qk_norm_rope_cache_write_kernel, shape | heads, types={"table": "*fp32"})
+    for shape, kv in itertools.product((whole, part), kinds):
+        yield Variant(qk_norm_rope_cache_write_kernel, shape | heads | {"KV": kv}, types={"table": "*fp32"})
 
 
 def product_variants() -> Iterator[Variant]:
@@ -200,7 +221,7 @@ def main() -> None:
     """Compile and report."""
     arch = int(sys.argv[1])
     done = set()
-    variants = itertools.chain(layer_variants(), step_variants(), product_variants(), attention_variants(arch))
+    variants = itertools.chain(layer_variants(arch), step_variants(), product_variants(), attention_variants(arch))
     for variant in variants:
         name = variant.kernel.__name__
         done.add(name)
