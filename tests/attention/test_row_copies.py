@@ -2,15 +2,17 @@
 """VANILLA keeps copies of rows from step to step: they must follow whatever the scheduler does to rows and blocks."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from headrace.attention import reference, row_copies
-from headrace.attention.base import AttentionMetadata, AttentionNeed
+from headrace.attention.base import DTYPES, AttentionMetadata, AttentionNeed
 from headrace.attention.reference import VanillaAttention
+from headrace.kernels.kv_quant import is_quantized, layer_view, read_token, stored_dtype, tile_size
+from headrace.kernels.rope import write_cache
 
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS, LAYERS = 4, 2, 16, 4, 40, 2
 NEED = AttentionNeed(HEADS, KV_HEADS, DIM, 0.25, dtype="float32", kv_dtype="float32", tokens_per_block=SIZE)
@@ -28,12 +30,14 @@ class Row:
 class World:
     """An arena, rows that come and go, and a backend per layer."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kv_dtype: str = "float32") -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.arena = torch.zeros(BLOCKS, LAYERS, 2, KV_HEADS, SIZE, DIM)
-        self.layers = [self.arena[:, layer] for layer in range(LAYERS)]
-        self.backends = [VanillaAttention(NEED) for _ in range(LAYERS)]
+        stored = stored_dtype(DTYPES[kv_dtype])
+        arena = torch.zeros(BLOCKS, LAYERS, 2, KV_HEADS, tile_size(SIZE, DIM, stored), dtype=stored)
+        self.layers = [layer_view(arena, layer, SIZE, DIM) for layer in range(LAYERS)]
+        self.backends = [VanillaAttention(replace(NEED, kv_dtype=kv_dtype)) for _ in range(LAYERS)]
+        self.kv_scale = torch.tensor([[0.5, 0.25], [2.0, 0.125]]) if kv_dtype == "fp8" else None
         self.free = list(range(BLOCKS))
         self.rows: list[Row] = []
 
@@ -44,8 +48,12 @@ class World:
             if at % SIZE == 0:
                 row.blocks.append(self.free.pop())
             token = torch.randn(LAYERS, 2, KV_HEADS, DIM, generator=self.generator)
+            block, offset = row.blocks[at // SIZE], at % SIZE
+            for layer, cache in enumerate(self.layers):
+                write_cache(token[layer][None], cache, torch.tensor([block * SIZE + offset]), self.kv_scale)
+                if is_quantized(cache):
+                    token[layer] = read_token(cache, block, offset, self.kv_scale)
             row.kv.append(token)
-            self.arena[row.blocks[at // SIZE], :, :, :, at % SIZE] = token
 
     def finish(self, row: Row) -> None:
         """Free a row's blocks so that the next row takes the very same ones, in the same order."""
@@ -74,7 +82,7 @@ class World:
         )
         q = torch.randn(sum(counts), HEADS, DIM, generator=self.generator)
         for layer, backend in enumerate(self.backends):
-            got = backend.forward(q, self.layers[layer], metadata, 0)
+            got = backend.forward(q, self.layers[layer], metadata, 0, self.kv_scale)
             for index, row in enumerate(rows):
                 # The row's last new token sees everything.
                 token = int(starts[index + 1]) - 1
@@ -110,9 +118,9 @@ def copy_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("copy_everything")
-@pytest.mark.parametrize("seed", range(4))
-def test_copies_follow_rows_that_come_and_go(seed: int) -> None:
-    world = World(seed)
+@pytest.mark.parametrize(("seed", "kv_dtype"), [*((i, "float32") for i in range(4)), (4, "fp8"), (5, "int8")])
+def test_copies_follow_rows_that_come_and_go(seed: int, kv_dtype: str) -> None:
+    world = World(seed, kv_dtype)
     for _ in range(120):
         world.random_step()
     assert any(backend.copies.by_block for backend in world.backends), "no copy was ever kept"

@@ -47,7 +47,10 @@ from headrace.kernels.skinny_triton import vector_kernel, vector_tile
 # 16, as they are at a real launch, except those a kernel is not specialised on.
 TYPES = {
     "fp32": ("eps", "offset", "scale_log2", "softcap"),
-    "*fp32": ("part_value", "lse", "other_lse", "partial", "partial_lse", "kv_scale", "logits", "top_p", "min_p", "thresholds"),
+    "*fp32": (
+        "part_value", "lse", "other_lse", "partial", "partial_lse", "kv_scale", "logits", "top_p", "min_p",
+        "thresholds",
+    ),
     "*fp64": ("uniform",),
     "*i32": (
         "block_table", "query_start_loc", "seq_lens", "items", "share_items", "row_items", "row_units", "state",
