@@ -103,7 +103,7 @@ def resolve(
         choices.chose("device", device.name or device.kind)
     if args.deterministic:
         raise ConfigError("deterministic = true is not built yet; leave it out.", param="deterministic")
-    _refuse_tiers(args)
+    _check_tiers(args)
     dtype = _dtype(choices)
     kv_dtype = _kv_dtype(choices, dtype)
     return ResolvedConfig(
@@ -182,18 +182,21 @@ def _kv_dtype(choices: _Choices, dtype: str) -> str:
     return dtype
 
 
-def _refuse_tiers(args: LlmArgs) -> None:
-    """Nothing moves blocks between the tiers yet."""
+def _check_tiers(args: LlmArgs) -> None:
+    """Blocks leave the device for the prefix cache's sake, and go everywhere else by way of host memory."""
     settings = args.kv_cache_config
-    for name, value, plain in (
-        ("host_cache_size", settings.host_cache_size, 0),
-        ("secondary_offload_min_priority", settings.secondary_offload_min_priority, 35),
-    ):
-        if value != plain:
-            full = f"kv_cache_config.{name}"
-            raise ConfigError(f"{full} = {value} is not built yet; leave it out.", param=full)
-    if args.kv_connector_config is not None:
-        raise ConfigError("kv_connector_config is not built yet; leave it out.", param="kv_connector_config")
+    if settings.host_cache_size and not settings.enable_block_reuse:
+        raise ConfigError(
+            f"kv_cache_config.host_cache_size = {settings.host_cache_size} keeps blocks for reuse, and "
+            "kv_cache_config.enable_block_reuse is off; turn that on, or leave the first out.",
+            param="kv_cache_config.host_cache_size",
+        )
+    if args.kv_connector_config is not None and not settings.host_cache_size:
+        raise ConfigError(
+            "kv_connector_config needs kv_cache_config.host_cache_size: blocks go to the connector and come back "
+            "through host memory; give it some gigabytes (1 GiB is 1073741824).",
+            param="kv_connector_config",
+        )
 
 
 def _max_seq_len(choices: _Choices, dtype: str, kv_dtype: str) -> int:

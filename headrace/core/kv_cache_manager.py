@@ -5,16 +5,20 @@ Knows sequences of tokens and their blocks; requests, budgets and order are the 
 block table, or in the radix tree (and then in as many block tables as pin it). A freed block may be handed out again
 at once: workers carry plans out in launch order, so a late write of its last owner lands before its next owner's.
 A group with a window keeps of each sequence only what its next token sees; the rest goes as soon as it is in the tree.
+With host memory a block may also be on its way to the device (`Load`).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from headrace.core.block_hash import ExtraKey
 from headrace.core.block_pool import BlockPool
+from headrace.core.block_table import BlockTable
+from headrace.core.host_tier import HostTier
 from headrace.core.kv_cache_spec import CacheLayout
-from headrace.core.radix_tree import HOLE, Node, RadixTree
+from headrace.core.node import HOLE, Node
 from headrace.core.retention import DEFAULT_PRIORITY, Retention
+from headrace.core.tiered_tree import TieredTree
 from headrace.utils.math import cdiv
 
 BlockCopy = tuple[int, int, int]
@@ -25,48 +29,18 @@ RetentionWish = tuple[Retention, int] | None
 """How a request wants its blocks kept, and the tokens of its prompt; None: as any."""
 
 
-class BlockTable:
-    """The blocks of one running sequence, one list per group, all of one length."""
+class Load:
+    """Blocks on their way from the host to the device. Equal by identity."""
 
-    __slots__ = (
-        "block_ids",
-        "first",
-        "nodes",
-        "num_cached_tokens",
-        "num_promised_tokens",
-        "num_token_slots",
-        "part",
-        "promised",
-        "root",
-    )
+    __slots__ = ("node", "parts", "units")
 
-    def __init__(self, root: Node, nodes: list[Node], num_groups: int, size: int) -> None:
-        self.root = root
-        self.nodes = nodes
-        """Its way through the prefix cache, from below the root, one node per block; the table pins it."""
-        self.block_ids: tuple[list[int], ...] = tuple([each.block_ids[g] for each in nodes] for g in range(num_groups))
-        """Per group; below `first` those of windowed groups mean nothing."""
-        self.first = [0] * num_groups
-        """Per group, the first block that it holds."""
-        self.promised = [0] * num_groups
-        """Per group, blocks it has been promised and not taken yet."""
-        self.num_promised_tokens = 0
-        """The length up to which it has been promised blocks."""
-        self.num_cached_tokens = len(nodes) * size
-        """Leading tokens that were found in the prefix cache."""
-        self.num_token_slots = len(nodes) * size
-        """Tokens its blocks have room for."""
-        self.part: Node | None = None
-        """Until its copies are made, the node whose blocks hold its last few cached tokens; pinned."""
-
-    @property
-    def node(self) -> Node:
-        """The deepest node on its way. `node.depth` blocks are committed."""
-        return self.nodes[-1] if self.nodes else self.root
-
-
-CLOSED = BlockTable(Node(None, (), [], 0), [], 0, 0)
-"""The table of a request that does not run."""
+    def __init__(self, node: Node, parts: list[tuple[Node, int, int]], units: dict[Node, int]) -> None:
+        self.node = node
+        """The deepest one on the device that they follow; pinned."""
+        self.parts = parts
+        """(node, group, block on the device), nodes from the top down."""
+        self.units = units
+        """Of each node, where it lies on the host; held."""
 
 
 class KVCacheManager:
@@ -92,7 +66,8 @@ class KVCacheManager:
         self.num_releases = 0
         """Times that tables gave up blocks: room that was not there can only have appeared if this has moved."""
         self.pool = BlockPool(layout)
-        self.tree = RadixTree(tokens_per_block, self.pool, now)
+        self.tree = TieredTree(tokens_per_block, self.pool, now)
+        self.loads: dict[Load, None] = {}
         self._windows = [group.window for group in layout.groups]
         self._windowed = [(g, window) for g, window in enumerate(self._windows) if window is not None]
         self._max_tokens_in_flight = max_tokens_in_flight
@@ -171,11 +146,7 @@ class KVCacheManager:
         self._hold_window(table)
         table.num_promised_tokens = num_promised_tokens
         promised = self._promise_for(table)
-        wanted = [
-            new + old + int(spare * group.blocks_per_slab * self.layout.num_slabs / len(promised))
-            for new, old, group in zip(promised, self._promised, self.layout.groups, strict=True)
-        ]
-        if not self.pool.can_have(wanted):
+        if not self._has_room(promised, spare):
             for group, first in enumerate(table.first):
                 for each in table.nodes[first:] if self._windows[group] is not None else ():
                     tree.let_go(each, group)
@@ -210,7 +181,8 @@ class KVCacheManager:
             # What it takes in one group must not be what it needs for another.
             self._set_promise(table, [max(count, promised) for promised in table.promised])
             self._num_reserved = max(0, self._num_reserved - 1)
-        added = tuple(self._take(table, group, count) for group in range(len(table.block_ids)))
+        counts = [count] * len(self._promised)
+        added = tuple(self._take(group, counts, table.promised) for group in range(len(counts)))
         for block_ids, new in zip(table.block_ids, added, strict=True):
             block_ids += new
         table.num_token_slots += count * self.tokens_per_block
@@ -285,6 +257,73 @@ class KVCacheManager:
         self.tree.discard(node)
         self.tree.unpin(node)
 
+    # Blocks that come from the host
+
+    def add_host(self, min_priority: int) -> None:
+        """Nodes of at least this priority are copied to host memory before the device gives them up."""
+        self.tree.host = HostTier(min_priority)
+
+    def start_load(
+        self, target: Node, lacking: list[tuple[Node, int]], num_promised_tokens: int, *, spare: float
+    ) -> Load | None:
+        """Take blocks for what the device lacks on the way to `target`.
+
+        lacking: as `TieredTree.lacking` gives it. None: there is no room for that and the rest of
+        `num_promised_tokens`, counted as by `open`.
+        """
+        host = self.tree.host
+        assert host is not None
+        counts = [0] * len(self._promised)
+        for _, group in lacking:
+            counts[group] += 1
+        node = target
+        while not node.is_on_device and node.parent is not None:
+            node = node.parent
+        self.tree.pin(node)
+        num_blocks = max(0, self.num_blocks_for(num_promised_tokens) - node.depth)
+        held = [self._blocks_held(group, num_promised_tokens) for group in range(len(counts))]
+        wanted = [max(count, min(num_blocks, most)) for count, most in zip(counts, held, strict=True)]
+        if not self._has_room(wanted, spare):
+            self.tree.unpin(node)
+            return None
+        blocks = self._take_all(counts)
+        units = {each: each.host.unit for each, _ in lacking if each.host is not None}
+        load = Load(node, [(each, group, blocks[group].pop()) for each, group in lacking], units)
+        self.loads[load] = None
+        for each, unit in units.items():
+            host.hold(unit)
+            each.is_arriving = True
+        return load
+
+    def end_load(self, load: Load, failed: Collection[int]) -> int:
+        """Its copies have ended; those in `failed` (indices into its parts) brought nothing. The blocks that came."""
+        tree, host = self.tree, self.tree.host
+        assert host is not None
+        del self.loads[load]
+        came: dict[Node, dict[int, int]] = {}
+        bad: set[Node] = set()
+        for index, (node, group, block_id) in enumerate(load.parts):
+            came.setdefault(node, {})[group] = block_id
+            if index in failed:
+                bad.add(node)
+        num_blocks = 0
+        for node, blocks in came.items():
+            node.is_arriving = False
+            host.let_go(load.units[node], node)
+            if node in bad and node.is_in_tree:
+                # What came back is not what left: nobody asks for it again.
+                tree.drop_copy(node)
+            parent = node.parent
+            if node in bad or node.is_detached or parent is None or not (parent.is_on_device or not parent.depth):
+                for group, block_id in blocks.items():
+                    self.pool.free(group, (block_id,))
+                continue
+            tree.take_in(node, blocks)
+            num_blocks += len(blocks)
+        tree.unpin(load.node)
+        self.num_releases += 1
+        return num_blocks
+
     # Promises
 
     def _blocks_held(self, group: int, num_tokens: int) -> int:
@@ -319,6 +358,14 @@ class KVCacheManager:
         ]
         return sum(slabs) <= self.layout.num_slabs
 
+    def _has_room(self, counts: Sequence[int], spare: float) -> bool:
+        """Whether `counts` blocks of each group can be had beside what others were promised, and a share of all."""
+        wanted = [
+            new + old + int(spare * group.blocks_per_slab * self.layout.num_slabs / len(counts))
+            for new, old, group in zip(counts, self._promised, self.layout.groups, strict=True)
+        ]
+        return self.pool.can_have(wanted)
+
     def _can_grow(self, count: int) -> bool:
         return self.pool.can_have([count] * len(self._promised))
 
@@ -327,8 +374,19 @@ class KVCacheManager:
 
     # Taking blocks
 
-    def _take(self, table: BlockTable, group: int, count: int) -> list[int]:
-        pool = self.pool.groups[group]
+    def _take_all(self, counts: list[int]) -> list[list[int]]:
+        """Blocks of each group for what was promised nothing; the caller has checked that they can be had."""
+        self._promised = [old + count for old, count in zip(self._promised, counts, strict=True)]
+        taken = [self._take(group, counts, counts) for group in range(len(counts))]
+        self._promised = [old - count for old, count in zip(self._promised, counts, strict=True)]
+        return taken
+
+    def _take(self, group: int, counts: list[int], own: list[int]) -> list[int]:
+        """`counts[group]` blocks for somebody who has what `counts` say of the groups before, and will of the others.
+
+        own: what they had been promised, before the first.
+        """
+        pool, count = self.pool.groups[group], counts[group]
         if len(self._promised) == 1:
             while pool.num_free < count:
                 self.tree.give_up_one(0)
@@ -336,12 +394,12 @@ class KVCacheManager:
         taken: list[int] = []
         for num_left in range(count - 1, -1, -1):
             if not pool.open_mixed:
-                # What this sequence and the step's other decodes still need, and then also what others were promised.
-                due = [self._num_reserved + (0 if g < group else count) for g in range(len(self._promised))]
+                # What they and the step's other decodes still need, and then also what others were promised.
+                due = [self._num_reserved + (0 if g < group else n) for g, n in enumerate(counts)]
                 due[group] += num_left - count
                 promised = [self._num_reserved + promised for promised in self._promised]
                 for g in range(group + 1):
-                    promised[g] -= min(table.promised[g], count - num_left if g == group else count)
+                    promised[g] -= min(own[g], count - num_left if g == group else counts[g])
                 wished = [max(both) for both in zip(due, promised, strict=True)]
                 self._open_slab(group, wished if self.pool.can_have(wished) else due)
             taken += self.pool.take(group, 1)
@@ -416,7 +474,7 @@ class KVCacheManager:
                     self.tree.let_go(node, group)
                 self.tree.unpin(node)
                 return
-        elif node.is_leaf and self._may_steal(table):
+        elif node.is_leaf and not node.children and self._may_steal(table):
             for block_ids, block_id in zip(table.block_ids, self.tree.steal(node), strict=True):
                 block_ids.append(block_id)
             table.num_token_slots += self.tokens_per_block
@@ -504,6 +562,11 @@ class KVCacheManager:
                     holds[node, group] = holds.get((node, group), 0) + 1
         used: list[list[int]] = [[] for _ in self._windows]
         cached: list[list[int]] = [[] for _ in self._windows]
+        for load in self.loads:
+            for node in self.tree.path(load.node):
+                pins[node] = pins.get(node, 0) + 1
+            for _, group, block_id in load.parts:
+                used[group].append(block_id)
         for node in self.tree.nodes():
             assert node.num_pins == pins.get(node, 0), "a pin without a table"
             for group, window in enumerate(self._windows):

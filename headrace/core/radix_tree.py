@@ -5,78 +5,25 @@ A node is one block of tokens after those of its ancestors, and owns the blocks 
 Whoever uses a node pins the whole way up to the root, so an unpinned node has only unpinned descendants: all of them
 can be given up, leaves first. In a windowed group a sequence needs the last few blocks only; each is held on its own,
 may be given up while the way is pinned, and leaves a hole. What goes first is of the lowest priority, then the least
-recently used.
+recently used. With host memory (`core/host_tier.py`), what the device gives up stays in the tree while the host has a
+copy: below what is on the device hangs what is on the host only.
 """
 
 import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 from headrace.core.block_hash import child_hash, root_hash
 from headrace.core.block_pool import BlockPool
 from headrace.core.eviction import EvictionQueue
+from headrace.core.host_tier import HostTier
 from headrace.core.kv_events import Block, EventLog
+from headrace.core.node import HOLE, Key, Node
 from headrace.core.retention import DEFAULT_PRIORITY
-
-Key = tuple[Any, ...]
-"""Of a node the tokens of its block, of a root the extra key."""
-
-HOLE = -1
-"""In the place of a block that a windowed group does not keep."""
 
 MAX_SIBLINGS = 4096
 """Children of one node that a partial match looks at."""
-
-
-class Node:
-    """A block of tokens. Equal by identity."""
-
-    __slots__ = (
-        "block_ids",
-        "children",
-        "depth",
-        "expires",
-        "hash",
-        "holds",
-        "is_detached",
-        "key",
-        "last_held",
-        "last_used",
-        "num_pins",
-        "parent",
-        "priority",
-        "root",
-    )
-
-    def __init__(self, parent: "Node | None", key: Key, block_ids: list[int], depth: int) -> None:
-        self.parent = parent
-        self.root: Node = self if parent is None else parent.root
-        self.key = key
-        """The tokens of the block; of a root, the extra key."""
-        self.block_ids = block_ids
-        """Per group; HOLE where a windowed one keeps none."""
-        self.hash: bytes | None = None
-        """Its name outside (`core/block_hash.py`), once somebody has asked for it."""
-        self.depth = depth
-        """Blocks from the root to here, this one included."""
-        self.children: dict[Key, Node] = {}
-        self.num_pins = 0
-        self.holds: list[int] | None = None
-        """Per group, how many sequences have this block in their window; None where no group has a window."""
-        self.last_held: list[int] | None = None
-        """Per group, when the last of these let go of it."""
-        self.last_used = 0
-        self.priority = DEFAULT_PRIORITY
-        self.expires: float | None = None
-        """When its priority falls back to the default."""
-        self.is_detached = False
-        """Cut off: never matched again, and given up as soon as nobody pins it."""
-
-    @property
-    def is_leaf(self) -> bool:
-        return self.num_pins == 0 and not self.children and self.parent is not None
 
 
 class RadixTree:
@@ -90,6 +37,7 @@ class RadixTree:
     ) -> None:
         self.events: EventLog | None = None
         """Told what can be found, and what no longer can."""
+        self.host: HostTier | None = None
         self.tokens_per_block = tokens_per_block
         self.num_nodes = 0
         """Nodes that own blocks: roots not counted, detached ones counted."""
@@ -97,7 +45,8 @@ class RadixTree:
         self._pool = pool
         self._now = now
         self._whole = [index for index, window in enumerate(windows) if window is None]
-        """Groups without a window."""
+        """Groups without a window; there is one."""
+        assert self._whole, "where every layer has a window, blocks stay as long as their sequence"
         self._windowed = [(index, window) for index, window in enumerate(windows) if window is not None]
         self._roots: dict[Key, Node] = {}
         self._detached: set[Node] = set()
@@ -127,25 +76,37 @@ class RadixTree:
         return node
 
     def match(self, token_ids: list[int], extra_key: Key, max_blocks: int) -> Node:
+        """The deepest node, at most `max_blocks` deep, from which `token_ids` can be gone on with now. See `find`."""
+        return self.find(token_ids, extra_key, max_blocks)[0]
+
+    def find(self, token_ids: list[int], extra_key: Key, max_blocks: int) -> tuple[Node, Node]:
         """The deepest node, at most `max_blocks` deep, from which `token_ids` can be gone on with: all its way is
-        there, of windowed groups as much as the next token sees. The root if there is none."""
-        node = best = self.root(extra_key)
-        size = self.tokens_per_block
-        last_holes = dict.fromkeys([index for index, _ in self._windowed], 0)
+        on the device, of windowed groups as much as the next token sees; and the deepest of which that will be so once
+        what the host has is back. The root where there is none."""
+        node = now = later = self.root(extra_key)
+        size, windowed = self.tokens_per_block, self._windowed
+        last_holes = dict.fromkeys([index for index, _ in windowed], 0)
+        last_lacks = dict(last_holes)
         for start in range(0, min(max_blocks, len(token_ids) // size) * size, size):
             child = node.children.get(tuple(token_ids[start : start + size]))
             if child is None:
                 break
             node = child
-            if not self._windowed:
-                best = node
-                continue
-            for index, _ in self._windowed:
+            for index, _ in windowed:
                 if node.block_ids[index] == HOLE:
                     last_holes[index] = node.depth
-            if all(self.first_block(node.depth * size, w) >= last_holes[index] for index, w in self._windowed):
-                best = node
-        return best
+                    if not is_there(node, index):
+                        last_lacks[index] = node.depth
+            if not windowed or self._is_seen(node.depth, last_lacks):
+                later = node
+                if node.is_on_device and (not windowed or self._is_seen(node.depth, last_holes)):
+                    now = node
+        return now, later
+
+    def _is_seen(self, depth: int, last_holes: dict[int, int]) -> bool:
+        """Whether the token after `depth` blocks sees no hole in any group."""
+        end = depth * self.tokens_per_block
+        return all(self.first_block(end, window) >= last_holes[index] for index, window in self._windowed)
 
     def match_part(self, node: Node, token_ids: Sequence[int]) -> tuple[Node | None, int]:
         """The child of `node` that begins with the most of `token_ids`, and how many tokens that is.
@@ -187,6 +148,8 @@ class RadixTree:
             if each.num_pins == 0 and each.depth:
                 for index in self._whole:
                     self._pool.use(index, each.block_ids[index])
+                if each.host is not None and self.host is not None:
+                    self.host.num_clean -= 1
             each.num_pins += 1
 
     def unpin(self, node: Node) -> None:
@@ -205,8 +168,10 @@ class RadixTree:
                     self._pool.cache(index, each.block_ids[index])
                 each.last_used = clock
                 self._note_leaf(each)
+                if self.host is not None:
+                    self._note_let_go(each, self.host)
             else:
-                self._drop_if_bare(each)
+                self.drop_if_bare(each)
 
     def hold(self, node: Node, index: int) -> None:
         """Keep the block of windowed group `index`."""
@@ -246,31 +211,48 @@ class RadixTree:
         key = tuple(token_ids)
         assert len(key) == self.tokens_per_block, "a block of tokens that are not all known"
         node = parent.children.get(key)
-        is_new = node is None
+        old: tuple[int, int] | None = None
         if node is None:
-            node = parent.children[key] = Node(parent, key, list(block_ids), parent.depth + 1)
-            self.num_nodes += 1
-            if self._windowed:
-                node.holds, node.last_held = [0] * len(node.block_ids), [0] * len(node.block_ids)
+            node = self._add_child(parent, key, list(block_ids))
+            parent.num_device_children += 1
         else:
-            assert node.num_pins == 0, "a node in use keeps its blocks"
-            for index in range(len(node.block_ids)):
-                if block_ids[index] != HOLE or index in self._whole:
-                    self._free_block(node, index)
-                    node.block_ids[index] = block_ids[index]
+            old = level_of(node), node.priority
+            self._take_over(node, block_ids)
         if node.holds is not None:
             for index, _ in self._windowed:
                 node.holds[index] = int(block_ids[index] != HOLE)
+        self._note_owner(node)
+        node.num_pins += 1
+        self._set_priority(node, priority, duration_ms)
+        self._tell(node, old)
+        return node
+
+    def _add_child(self, parent: Node, key: Key, block_ids: list[int]) -> Node:
+        node = parent.children[key] = Node(parent, key, block_ids, parent.depth + 1)
+        self.num_nodes += 1
+        if self._windowed:
+            node.holds, node.last_held = [0] * len(block_ids), [0] * len(block_ids)
+        return node
+
+    def _take_over(self, node: Node, block_ids: Sequence[int]) -> None:
+        """Give a node that nobody pins these blocks, instead of what it has."""
+        assert node.num_pins == 0 and node.parent is not None, "a node in use keeps its blocks"
+        for index in range(len(node.block_ids)):
+            if block_ids[index] != HOLE or index in self._whole:
+                self._free_block(node, index)
+                node.block_ids[index] = block_ids[index]
+        if not node.is_on_device:
+            node.is_on_device = True
+            node.parent.num_device_children += 1
+        elif node.host is not None and self.host is not None:
+            # It is about to be pinned.
+            self.host.num_clean -= 1
+
+    def _note_owner(self, node: Node) -> None:
         if self._owners is not None:
             for index, block_id in enumerate(node.block_ids):
                 if block_id != HOLE:
                     self._owners[index][block_id] = node
-        node.num_pins += 1
-        old_priority = node.priority
-        self._set_priority(node, priority, duration_ms)
-        if self.events is not None:
-            self._tell(node, None if is_new else old_priority)
-        return node
 
     @staticmethod
     def is_in_use(parent: Node, token_ids: Sequence[int]) -> bool:
@@ -284,11 +266,9 @@ class RadixTree:
         """Free the cached block of group `index` that is worth least, and what is useless without it."""
         self._expire()
         if index in self._loose:
-            node = self._loose[index].pop()
-            self._free_block(node, index)
-            self._drop_if_empty(node)
+            self._free_block(self._loose[index].pop(), index)
         else:
-            self._cut_and_remove(self._leaves.pop())
+            self._give_up_node(self._leaves.pop())
 
     def oldest_use(self, index: int) -> int | None:
         """The last use of what `give_up_one` would free; -1 for one of low priority, None where there is nothing."""
@@ -308,9 +288,22 @@ class RadixTree:
                 continue
             if index in self._loose:
                 self._free_block(node, index)
-                self._drop_if_empty(node)
             else:
-                self._remove_subtree(node)
+                for each in reversed(self._below(node)):
+                    if each.is_on_device and each.parent is not None:
+                        self._give_up_node(each)
+
+    def _give_up_node(self, node: Node) -> None:
+        """Free the device's blocks of an unpinned node, under which nothing is on the device."""
+        if node.host is None or self.host is None:
+            self._remove_subtree(node)
+            return
+        self.host.num_clean -= 1
+        node.is_on_device = False
+        for index in range(len(node.block_ids)):
+            self._free_block(node, index)
+        self._tell(node, (0, node.priority))
+        self._left_device(node)
 
     def discard(self, node: Node) -> None:
         """Never match again the way from the root to `node`, and all that hangs on it: its KV is not to be trusted.
@@ -331,7 +324,9 @@ class RadixTree:
             if self._owners is not None:
                 del self._owners[index][block_id]
             node.block_ids[index] = HOLE
-        self._cut_and_remove(node)
+        # Whoever gets them writes to them.
+        node.stale_groups = None if node.stale_groups is None else -1
+        self._remove_subtree(node)
         return block_ids
 
     # Names
@@ -350,18 +345,34 @@ class RadixTree:
             last = each.hash = child_hash(last, each.key)
         return last
 
-    def _tell(self, node: Node, old_priority: int | None) -> None:
-        """An event for a node that is new (None), or had another priority."""
-        assert self.events is not None and node.parent is not None
-        block = Block(self.hash_of(node), node.key, 0, node.priority)
+    def _tell(self, node: Node, old: tuple[int, int] | None) -> None:
+        """An event for a node that is new (None), or had another level and priority."""
+        if self.events is None or not node.is_in_tree:
+            return
+        assert node.parent is not None
+        block = Block(self.hash_of(node), node.key, level_of(node), node.priority)
         parent = node.parent.hash if node.parent.depth else None
         salt = node.root.key[0] if node.root.key else None
-        if old_priority is None:
+        if old is None:
             self.events.stored(parent, [block], cache_salt=salt)
         else:
-            self.events.updated(parent, block, old_cache_level=0, old_priority=old_priority, cache_salt=salt)
+            self.events.updated(parent, block, old_cache_level=old[0], old_priority=old[1], cache_salt=salt)
 
     # Inside
+
+    def _lost_copy(self, parent: Node) -> None:
+        parent.num_host_children -= 1
+        if self.host is not None:
+            self.host.note(parent)
+
+    @staticmethod
+    def _note_let_go(node: Node, host: HostTier) -> None:
+        """Nobody pins a node of the device any more."""
+        if node.host is None:
+            host.queue_copy(node)
+        else:
+            host.num_clean += 1
+            host.note(node)
 
     @staticmethod
     def _way_up(node: Node) -> Iterator[Node]:
@@ -375,7 +386,7 @@ class RadixTree:
         return node.holds is not None and node.holds[index] == 0 and node.block_ids[index] != HOLE
 
     def _note_leaf(self, node: Node) -> None:
-        if not node.children:
+        if node.is_leaf:
             self._leaves.push(node, self.num_nodes)
 
     def _free_block(self, node: Node, index: int) -> None:
@@ -383,20 +394,10 @@ class RadixTree:
         if block_id != HOLE:
             self._pool.free(index, (block_id,))
             node.block_ids[index] = HOLE
+            if node.stale_groups is not None:
+                node.stale_groups |= 1 << index
             if self._owners is not None:
                 del self._owners[index][block_id]
-
-    def _drop_if_empty(self, node: Node) -> None:
-        """In a model whose groups all have windows: forget unpinned leaves without a block, and so on up."""
-        at: Node | None = node
-        while at is not None and at.is_leaf and at.depth and all(block_id == HOLE for block_id in at.block_ids):
-            parent = at.parent
-            self._cut_and_remove(at)
-            at = parent
-
-    def _cut_and_remove(self, node: Node) -> None:
-        self._cut(node)
-        self._remove(node)
 
     def _remove_subtree(self, top: Node) -> None:
         """Take `top` and all below it out; pinned ones are detached."""
@@ -407,6 +408,8 @@ class RadixTree:
         while todo:
             each = todo.pop()
             todo.extend(each.children.values())
+            if each.host is not None and self.host is not None:
+                self.host.drop(each)
             if each.num_pins == 0:
                 self._remove(each)
             else:
@@ -421,14 +424,21 @@ class RadixTree:
         """Take `node` from its parent's children; an unpinned parent may be a leaf now."""
         parent = node.parent
         assert parent is not None
-        del parent.children[node.key]
         if self.events is not None:
             self.events.removed([self.hash_of(each) for each in self._below(node)])
-        if parent.num_pins == 0:
-            if parent.depth:
-                self._note_leaf(parent)
-            else:
-                self._drop_if_bare(parent)
+        del parent.children[node.key]
+        if node.host is not None:
+            self._lost_copy(parent)
+        if node.is_on_device:
+            self._left_device(node)
+        if not parent.depth and parent.num_pins == 0:
+            self.drop_if_bare(parent)
+
+    def _left_device(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        parent.num_device_children -= 1
+        self._note_leaf(parent)
 
     @staticmethod
     def _below(node: Node) -> list[Node]:
@@ -446,7 +456,8 @@ class RadixTree:
         self._detached.discard(node)
         node.parent = None
 
-    def _drop_if_bare(self, root: Node) -> None:
+    def drop_if_bare(self, root: Node) -> None:
+        """Forget a root under which nothing hangs, unless it is pinned."""
         if not root.children and root.num_pins == 0 and self._roots.get(root.key) is root:
             del self._roots[root.key]
 
@@ -458,6 +469,8 @@ class RadixTree:
         if node.expires is not None:
             heapq.heappush(self._expiring, (node.expires, id(node), node))
         self._note_loose(node)
+        if self.host is not None:
+            self.host.note(node)
 
     def _expire(self) -> None:
         """Let priorities whose time is up fall back."""
@@ -465,12 +478,13 @@ class RadixTree:
             expired, _, node = heapq.heappop(self._expiring)
             if node.expires != expired or node.parent is None:
                 continue
-            old_priority, node.priority, node.expires = node.priority, DEFAULT_PRIORITY, None
-            if self.events is not None and not node.is_detached:
-                self._tell(node, old_priority)
-            if node.is_leaf:
-                self._note_leaf(node)
+            old = level_of(node), node.priority
+            node.priority, node.expires = DEFAULT_PRIORITY, None
+            self._tell(node, old)
+            self._note_leaf(node)
             self._note_loose(node)
+            if self.host is not None:
+                self.host.note(node)
 
     def _note_loose(self, node: Node) -> None:
         for index, queue in self._loose.items():
@@ -496,7 +510,8 @@ class RadixTree:
         assert len(set(nodes)) == len(nodes) == self.num_nodes
         for node in nodes:
             assert node.parent is not None and node.depth == node.parent.depth + 1
-            assert node.is_detached or all(node.block_ids[index] != HOLE for index in self._whole)
+            assert node.is_detached or all((node.block_ids[i] != HOLE) == node.is_on_device for i in self._whole)
+            assert node.is_on_device or (node.host is not None and node.num_pins == 0 and {*node.block_ids} == {HOLE})
             for index, nodes_of in loose.items():
                 assert not self._is_loose(node, index) or node in nodes_of, "a block that nobody holds is lost"
             if node.is_detached:
@@ -504,6 +519,19 @@ class RadixTree:
                 continue
             assert node.parent.children.get(node.key) is node and not node.parent.is_detached
             assert node.num_pins >= sum(child.num_pins for child in node.children.values())
+            assert node.num_device_children == sum(child.is_on_device for child in node.children.values())
+            assert node.num_host_children == sum(child.host is not None for child in node.children.values())
+            assert not node.is_on_device or not node.parent.depth or node.parent.is_on_device
             assert not node.is_leaf or node in leaves
         for root in self._roots.values():
             assert root.children or root.num_pins, "a root without use"
+
+
+def level_of(node: Node) -> int:
+    """Where it lies: 0 on the device, 1 on the host only."""
+    return 0 if node.is_on_device else 1
+
+
+def is_there(node: Node, index: int) -> bool:
+    """Whether the block of a group is on the device or the host."""
+    return node.block_ids[index] != HOLE or (node.host is not None and bool(node.host.groups >> index & 1))

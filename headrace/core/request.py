@@ -5,7 +5,7 @@ from enum import Enum
 
 import msgspec
 
-from headrace.core.kv_cache_manager import CLOSED, BlockTable
+from headrace.core.block_table import CLOSED, BlockTable
 from headrace.core.retention import Retention
 from headrace.errors import EngineError
 
@@ -47,9 +47,11 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestStatus(Enum):
-    """Where a request stands. WAITING and PREEMPTED ones hold no row and no blocks; RUNNING ones hold both."""
+    """Where a request stands. RUNNING ones hold a row and blocks, the others neither."""
 
     WAITING = "waiting"
+    LOADING = "loading"
+    """It has been first in the queue, and waits for blocks on their way from the host or from outside storage."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED_STOPPED = "stop"
@@ -68,10 +70,11 @@ FINISHED = frozenset(
 )
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: FINISHED | {RequestStatus.RUNNING},
+    RequestStatus.WAITING: FINISHED | {RequestStatus.RUNNING, RequestStatus.LOADING},
+    RequestStatus.LOADING: FINISHED | {RequestStatus.WAITING, RequestStatus.PREEMPTED},
     RequestStatus.RUNNING: FINISHED | {RequestStatus.PREEMPTED},
     # Straight to finished: the results of plans launched before the preemption still count.
-    RequestStatus.PREEMPTED: FINISHED | {RequestStatus.RUNNING},
+    RequestStatus.PREEMPTED: FINISHED | {RequestStatus.RUNNING, RequestStatus.LOADING},
     **dict.fromkeys(FINISHED, frozenset()),
 }
 
@@ -96,6 +99,7 @@ class Request:
         "num_computed_tokens",
         "num_known_tokens",
         "num_launched_tokens",
+        "num_loads",
         "num_plain_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -108,6 +112,7 @@ class Request:
         "stop_token_ids",
         "table",
         "token_ids",
+        "was_looked_up",
     )
 
     def __init__(
@@ -153,6 +158,10 @@ class Request:
         """While it decodes: until so many tokens are launched, no step need look at anything but their number."""
         self.last_step_id = 0
         """The last plan launched before it was preempted; 0: it never was."""
+        self.num_loads = 0
+        """Times that it has waited for blocks since it last ran."""
+        self.was_looked_up = False
+        """Whether outside storage has been asked for its blocks since it last ran."""
         self.is_cold = False
         """Looks nothing up in the prefix cache when it is next let in."""
         self.num_cached_tokens = 0

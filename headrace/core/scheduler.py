@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from headrace.config.resolve import ResolvedConfig
-from headrace.core.kv_cache_manager import CLOSED, BlockTable, KVCacheManager
+from headrace.core.block_moves import BlockMoves
+from headrace.core.block_table import CLOSED, BlockTable
+from headrace.core.kv_cache_manager import KVCacheManager
 from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.kv_events import EventLog
 from headrace.core.limits import SchedulerLimits
@@ -25,6 +27,7 @@ from headrace.core.request import Request, RequestStatus
 from headrace.core.stats import Counters, SchedulerStats
 from headrace.core.step import Step
 from headrace.core.stop import check_stop, stop_reason
+from headrace.core.transfer import Transfer, TransferResult
 from headrace.errors import ConfigError, EngineError, RequestError
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -66,12 +69,18 @@ class Scheduler:
         self._last_updated_step_id = 0
         self._free_rows = list(range(limits.max_batch_size - 1, -1, -1))
         self._newly_freed_rows: list[int] = []
+        self._moves: BlockMoves | None = None
         # The request that found no room, and `cache.num_releases` at that time: no need to look again before it moves.
         self._denied: tuple[Request, int] | None = None
 
     @classmethod
-    def from_config(cls, config: ResolvedConfig, layout: CacheLayout, events: EventLog | None = None) -> "Scheduler":
-        """A scheduler with a cache laid out as the worker's. events: told what the cache does."""
+    def from_config(
+        cls, config: ResolvedConfig, layout: CacheLayout, events: EventLog | None = None, num_host_blocks: int = 0
+    ) -> "Scheduler":
+        """A scheduler with a cache laid out as the worker's.
+
+        events: told what the cache does. num_host_blocks: blocks of each group in the host tier; 0: there is none.
+        """
         settings = config.args.kv_cache_config
         cache = KVCacheManager(
             layout,
@@ -82,9 +91,18 @@ class Scheduler:
             max_tokens_in_flight=config.max_num_tokens * config.num_plans_in_flight,
         )
         if events is not None:
-            events.created([cache.num_blocks, 0, 0])
+            events.created([cache.num_blocks, num_host_blocks, 0])
             cache.tree.events = events
-        return cls(SchedulerLimits.from_config(config), cache)
+        scheduler = cls(SchedulerLimits.from_config(config), cache)
+        if num_host_blocks and config.enable_block_reuse:
+            has_store = settings.disk_cache_path is not None or config.args.kv_connector_config is not None
+            scheduler.add_host(settings.secondary_offload_min_priority, has_store=has_store)
+        return scheduler
+
+    def add_host(self, min_priority: int, *, has_store: bool) -> None:
+        """Use host memory, as it becomes ready (`set_host_blocks`). has_store: and the storage below it."""
+        self.cache.add_host(min_priority)
+        self._moves = BlockMoves(self.cache, self.counters, has_store=has_store, now=self.now)
 
     # What the engine calls
 
@@ -178,17 +196,55 @@ class Scheduler:
                 self._take_in(requests[place], row, output.token_ids[end - count : end], place, output, deltas)
         return deltas
 
+    # Blocks that move
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether there is a host tier: `next_transfers` and `take_in_transfer` are called around each step."""
+        return self._moves is not None
+
+    @property
+    def is_moving_blocks(self) -> bool:
+        """Whether the result of a transfer is about to come."""
+        return self._moves is not None and self._moves.is_active
+
+    def set_host_blocks(self, num_blocks: int) -> None:
+        """The first `num_blocks` blocks of each group on the host can be used."""
+        assert self.cache.tree.host is not None
+        self.cache.tree.host.add_units(num_blocks)
+
+    def next_transfers(self) -> list[Transfer]:
+        """Blocks to move after the plans that are launched."""
+        assert self._moves is not None
+        self._bring_back(self._moves.out_of_patience())
+        return self._moves.next_transfers()
+
+    def take_in_transfer(self, result: TransferResult) -> None:
+        """A transfer has ended."""
+        assert self._moves is not None
+        self._bring_back(self._moves.take_in(result))
+
+    def _bring_back(self, requests: list[Request]) -> None:
+        """Requests that wait for no blocks any more stand in the queue again, where they stood."""
+        for request in requests:
+            request.move_to(RequestStatus.PREEMPTED if request.last_step_id else RequestStatus.WAITING)
+            self.waiting.push(request)
+
     def stats(self) -> SchedulerStats:
-        cache = self.cache
+        cache, host = self.cache, self.cache.tree.host
+        num_loading = 0 if self._moves is None else len(self._moves.waiting)
         used, cached = cache.num_used_blocks, cache.num_cached_blocks
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + num_loading,
+            num_loading=num_loading,
             num_plans_in_flight=len(self._in_flight),
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_blocks - used - cached,
             num_cached_blocks=cached,
             num_used_blocks=used,
+            num_host_blocks=0 if host is None else host.num_units,
+            num_used_host_blocks=0 if host is None else host.num_copies,
             totals=msgspec.structs.replace(
                 self.counters, num_finished_requests=dict(self.counters.num_finished_requests)
             ),
@@ -248,7 +304,7 @@ class Scheduler:
                 is_admitted = self._admit(step, waiting, num_left)
                 request = waiting
                 if not is_admitted:
-                    # One set aside makes way for the next; nobody overtakes one that lacks room.
+                    # One set aside, or loading, makes way for the next; nobody overtakes one that lacks room.
                     may_admit = waiting is not self.waiting.peek()
                     continue
             elif prefills:
@@ -302,7 +358,15 @@ class Scheduler:
         use_cache = not request.is_owed_prompt_logprobs and not request.is_cold
         spare = self.limits.watermark if self.running else 0.0
         promised = self.limits.num_promised_tokens(request)
+        if self._moves is not None and use_cache and self._moves.begin(request, promised, spare=spare):
+            self.waiting.pop()
+            request.move_to(RequestStatus.LOADING)
+            return False
         table = self.cache.open(request.token_ids, request.cache_key, promised, spare=spare, use_cache=use_cache)
+        if table is None and use_cache and not self.running and not self.is_moving_blocks:
+            # What it found lies strewn over slabs that other groups lack.
+            use_cache = False
+            table = self.cache.open(request.token_ids, request.cache_key, promised, spare=spare, use_cache=use_cache)
         if table is None:
             self._denied = (request, self.cache.num_releases)
             return False
@@ -319,7 +383,8 @@ class Scheduler:
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_cached
         request.move_to(RequestStatus.RUNNING)
-        request.is_cold = False
+        request.is_cold = request.was_looked_up = False
+        request.num_loads = 0
         request.row = self._free_rows.pop()
         request.table = table
         request.num_computed_tokens = request.num_launched_tokens = num_cached
@@ -364,7 +429,10 @@ class Scheduler:
         if request.table is not CLOSED:
             self._release(request, trusted=trusted)
         else:
-            self.waiting.remove(request)
+            if self._moves is not None and request in self._moves.waiting:
+                self._moves.forget(request)
+            else:
+                self.waiting.remove(request)
             if not trusted:
                 self.cache.discard(request.token_ids, request.cache_key)
         del self._requests[request.request_id]
@@ -483,10 +551,15 @@ class Scheduler:
         """Rows, blocks and requests are each where their request's status says, exactly once."""
         tables = [request.table for request in self.running]
         self.cache.check_invariants(tables)
+        loading: set[Request] = set()
+        if self._moves is not None:
+            self._moves.check_invariants()
+            loading = set(self._moves.waiting)
+        assert all(request.status is RequestStatus.LOADING for request in loading)
         rows = [request.row for request in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_batch_size))
-        assert {*self.running, *self.waiting} == set(self._requests.values())
-        assert len(self.running) + len(self.waiting) == len(self._requests)
+        assert {*self.running, *self.waiting, *loading} == set(self._requests.values())
+        assert len(self.running) + len(self.waiting) + len(loading) == len(self._requests)
         assert self._decodes.keys() | self._prefills.keys() <= self.running.keys()
         assert not self._decodes.keys() & self._prefills.keys()
         for request in self.running:

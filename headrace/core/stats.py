@@ -21,6 +21,12 @@ class Counters(msgspec.Struct):
     """Tokens looked up in the prefix cache, by requests on admission and on resumption."""
     num_prefix_hit_tokens: int = 0
     """Of these, tokens found."""
+    num_offloaded_blocks: int = 0
+    """Blocks copied from the device to the host, of every group."""
+    num_onboarded_blocks: int = 0
+    """Blocks that came back to the device."""
+    num_fetched_blocks: int = 0
+    """Blocks that came from the disk, or from elsewhere outside, to the host."""
     num_finished_requests: dict[str, int] = msgspec.field(
         default_factory=lambda: {"stop": 0, "length": 0, "cancelled": 0, "error": 0}
     )
@@ -41,4 +47,9 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     """Blocks kept for reuse that no request uses: as good as free."""
     num_used_blocks: int
     """Blocks of running requests; those that share one count it once."""
+    num_loading: int
+    """Of those that wait, requests whose blocks are on their way."""
+    num_host_blocks: int
+    """Blocks of every group together that the host has room for."""
+    num_used_host_blocks: int
     totals: Counters

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan in the making: requests are put in, and what the workers must know of it is written down."""
 
-from headrace.core.kv_cache_manager import BlockCopy, BlockTable, KVCacheManager
+from headrace.core.block_table import BlockTable
+from headrace.core.kv_cache_manager import BlockCopy, KVCacheManager
 from headrace.core.output import AdmittedRequest, BlockAppend, CachePlan, ScheduledRow, SchedulerOutput
 from headrace.core.request import Request
 

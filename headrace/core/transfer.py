@@ -2,7 +2,8 @@
 """Blocks that move between device, host and outside storage while steps run: what is asked for, and what came of it.
 
 The one who asks keeps every block of a transfer as it is, neither freed nor written nor read, until the result: a step
-that reads a block that came to the device is launched after it.
+that reads a block that came to the device is launched after it. But for what a to_host reads: where that is written to
+meanwhile, the copy must not be used.
 """
 
 from typing import Literal

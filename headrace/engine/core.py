@@ -68,18 +68,23 @@ class EngineCore:
         self.num_reconciled_steps = 0
         self.times = StepTimes()
         self._launched: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
+        self._moves_blocks = scheduler.moves_blocks
+        self._num_host_blocks = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything."""
-        return bool(self._launched) or self.scheduler.has_work()
+        return bool(self._launched) or self.scheduler.has_work() or self.scheduler.is_moving_blocks
 
     def step(self) -> list[RequestDelta]:
         """One step, waited for: the specification of `step_overlapped`, which must give the same tokens."""
+        self._take_in_transfers()
         plan = self.scheduler.schedule()
-        if plan is None:
+        pending = None if plan is None else self._launch(plan)
+        self._begin_transfers()
+        if plan is None or pending is None:
             return []
-        result = self._launch(plan).wait()
+        result = pending.wait()
         self.num_reconciled_steps += 1
         return self.scheduler.update(plan, result)
 
@@ -90,6 +95,7 @@ class EngineCore:
         token on from wherever the device has got to.
         """
         times = self.times
+        self._take_in_transfers()
         while len(self._launched) < self.num_plans_in_flight:
             plan = self.scheduler.schedule()
             times.end_of("schedule")
@@ -97,6 +103,7 @@ class EngineCore:
                 break
             self._launched.append((plan, self._launch(plan)))
             times.end_of("launch")
+        self._begin_transfers()
         if not self._launched:
             return []
         plan, pending = self._launched.popleft()
@@ -110,6 +117,22 @@ class EngineCore:
     def _launch(self, plan: SchedulerOutput) -> PendingOutput:
         self.executor.forward(plan)
         return self.executor.sample(plan, None)
+
+    def _take_in_transfers(self) -> None:
+        """What has moved since the last step, before the next plan is made."""
+        if self._moves_blocks:
+            for result in self.executor.poll_transfers():
+                self.scheduler.take_in_transfer(result)
+
+    def _begin_transfers(self) -> None:
+        """Move blocks beside the plans that are launched."""
+        if self._moves_blocks:
+            num_ready = self.executor.num_ready_host_blocks()
+            if num_ready > self._num_host_blocks:
+                self._num_host_blocks = num_ready
+                self.scheduler.set_host_blocks(num_ready)
+            for transfer in self.scheduler.next_transfers():
+                self.executor.transfer(transfer)
 
     def add(self, request: EngineRequest) -> None:
         """Take a request in.

@@ -106,7 +106,7 @@ def run_core(start: StartCore, life: socket.socket) -> bool:
             logger.info("%s", line)
         config = dataclasses.replace(config, max_seq_len=worker.max_seq_len)
         events = EventLog.from_config(kv_config, config.max_seq_len, None if stream is None else stream.publish)
-        scheduler = Scheduler.from_config(config, worker.layout, events)
+        scheduler = Scheduler.from_config(config, worker.layout, events, worker.num_host_blocks)
         info = describe(config, source, worker, start.address, time.monotonic() - began)
         core = EngineCore(scheduler, executor, config.num_plans_in_flight, events)
         # In a process of one's own; a thread of the user's leaves their collector alone.

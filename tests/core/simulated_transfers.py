@@ -28,7 +28,8 @@ class Blocks(Protocol):
 class SimulatedTransfers:
     """Carries transfers out as late as allowed: after the plans launched before them, and a number of polls.
 
-    What a transfer writes to holds garbage until its result; what it reads from must stay as it is so long.
+    What a transfer writes to holds garbage until its result; what it reads from must stay as it is so long, but for the
+    device's blocks: of those that change on the way to the host, the host has something else in the end, and as sound.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class SimulatedTransfers:
             source, target = _ends(transfer, copy)
             if source is not None:
                 assert source not in self._written, f"{transfer.kind} reads {source}, which is being written"
+            if source is not None and transfer.kind != "to_host":
                 self._read_by[source] = self._read_by.get(source, 0) + 1
             if target is not None:
                 assert target not in self._written, f"{transfer.kind} writes {target}, which is being written"
@@ -103,7 +105,9 @@ class SimulatedTransfers:
         failed = []
         for index, copy in enumerate(transfer.copies):
             source, target = _ends(transfer, copy)
-            if source is not None:
+            if source is not None and transfer.kind == "to_host":
+                before[index] = self._get(source)
+            elif source is not None:
                 assert self._get(source) == before[index], f"{source} was changed during {transfer.kind}"
                 self._read_by[source] -= 1
             if target is not None:

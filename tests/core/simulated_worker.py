@@ -7,16 +7,20 @@ token is a function of the last KV: outputs cannot depend on batching, chunking,
 something is wrong.
 """
 
+import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from event_mirror import EventMirror
+from simulated_transfers import Content, SimulatedTransfers
 
 from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.kv_events import EventLog
 from headrace.core.output import AdmittedRequest, ModelOutput, RequestDelta, SchedulerOutput, TokenLogprobs
 from headrace.core.request import Request, SamplingSpec
 from headrace.core.scheduler import Scheduler
+from headrace.core.transfer import Transfer
 
 VOCAB_SIZE = 997
 EOS = 5
@@ -220,6 +224,28 @@ class Engine:
         """Requests of which nothing may be heard any more."""
         self.plans: list[SchedulerOutput] = []
         self.mirror: EventMirror | None = None
+        self.transfers: SimulatedTransfers | None = None
+
+    def add_host(
+        self,
+        num_blocks: int,
+        min_priority: int = 35,
+        rng: random.Random | None = None,
+        fails: Callable[[Transfer, int], bool] = lambda transfer, index: False,
+        store: dict[tuple[bytes, int], Content] | None = None,
+    ) -> None:
+        """From here on blocks move. store: storage below the host."""
+        self.scheduler.add_host(min_priority, has_store=store is not None)
+        self.transfers = SimulatedTransfers(self.worker, num_blocks, rng, fails, store)
+        self.scheduler.set_host_blocks(num_blocks)
+
+    def move_blocks(self) -> None:
+        """What an engine does between launches: begin transfers, and take in those that have ended."""
+        if self.transfers is not None:
+            for transfer in self.scheduler.next_transfers():
+                self.transfers.submit(transfer)
+            for result in self.transfers.poll():
+                self.scheduler.take_in_transfer(result)
 
     def follow_events(self) -> None:
         """From here on `check_events` compares what readers of events know with what the cache has."""
@@ -230,7 +256,7 @@ class Engine:
         tree = self.scheduler.cache.tree
         if self.mirror is not None:
             nodes = [node for node in tree.nodes() if not node.is_detached]
-            self.mirror.check({tree.hash_of(node): (0, node.priority) for node in nodes})
+            self.mirror.check({tree.hash_of(node): (int(not node.is_on_device), node.priority) for node in nodes})
 
     def add(self, request: Request) -> Request:
         self.scheduler.add_request(request)
@@ -279,14 +305,17 @@ class Engine:
     def step(self) -> None:
         """Launch if a plan more may be in flight, and collect when as many are as may be, or when nothing can run."""
         launched = self.launch() is not None
-        assert launched or self.worker.launched or not self.scheduler.has_work(), "nothing runs and nothing will"
+        moves = self.scheduler.is_moving_blocks
+        self.move_blocks()
+        comes = launched or self.worker.launched or moves
+        assert comes or not self.scheduler.has_work(), "nothing runs and nothing will"
         if self.worker.launched and (not launched or len(self.worker.launched) >= self.depth):
             self.collect()
 
     def run(self, max_steps: int = 10_000) -> int:
         """Until nothing is left; the number of steps it took."""
         for num_steps in range(max_steps):
-            if not self.scheduler.has_work() and not self.worker.launched:
+            if not self.scheduler.has_work() and not self.worker.launched and not self.scheduler.is_moving_blocks:
                 return num_steps
             self.step()
             self.scheduler.check_invariants()

@@ -11,6 +11,10 @@ LEGAL = {
     (RequestStatus.WAITING, RequestStatus.RUNNING),
     (RequestStatus.RUNNING, RequestStatus.PREEMPTED),
     (RequestStatus.PREEMPTED, RequestStatus.RUNNING),
+    (RequestStatus.WAITING, RequestStatus.LOADING),
+    (RequestStatus.PREEMPTED, RequestStatus.LOADING),
+    (RequestStatus.LOADING, RequestStatus.WAITING),
+    (RequestStatus.LOADING, RequestStatus.PREEMPTED),
     *((alive, end) for alive in RequestStatus if alive not in FINISHED for end in FINISHED),
 }
 

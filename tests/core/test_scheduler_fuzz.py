@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random traffic on a scheduler whose worker answers late: nothing is lost, mixed up, leaked or starved."""
 
+import random
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,7 +23,7 @@ def layouts(draw: st.DrawFn) -> CacheLayout:
     if draw(st.booleans()):
         return CacheLayout.plain(draw(st.integers(4, 24)))
     per_slab = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3))
-    windows = [draw(st.sampled_from([None, None, 1, 3, 8])) for _ in per_slab]
+    windows = [None, *[draw(st.sampled_from([None, None, 1, 3, 8])) for _ in per_slab[1:]]]
     groups = tuple(GroupLayout(n, window, 16 // n) for n, window in zip(per_slab, windows, strict=True))
     return CacheLayout(draw(st.integers(4 * len(groups), 24)), groups)
 
@@ -59,6 +61,16 @@ def engines(draw: st.DrawFn) -> Engine:
     if draw(st.booleans()):
         engine.follow_events()
     engine.worker.counts = draw(st.booleans())
+    if draw(st.booleans()):
+        rng = random.Random(draw(st.integers(0, 1000)))
+        fail_rate = draw(st.sampled_from([0.0, 0.0, 0.2]))
+        engine.add_host(
+            draw(st.integers(1, 40)),
+            draw(st.sampled_from([0, 35, 60])),
+            rng=draw(st.sampled_from([None, rng])),
+            fails=lambda transfer, index: rng.random() < fail_rate,
+            store=draw(st.sampled_from([None, {}])),
+        )
     return engine
 
 
@@ -106,6 +118,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def launch(self) -> None:
         self.engine.launch()
+
+    @precondition(lambda self: self.engine.transfers is not None)
+    @rule()
+    def move_blocks(self) -> None:
+        self.engine.move_blocks()
 
     @precondition(lambda self: self.engine.worker.launched)
     @rule()
