@@ -11,7 +11,9 @@ import zmq
 
 from headrace.config.cache import KvCacheConfig
 from headrace.config.llm_args import LlmArgs
+from headrace.config.resolve import ResolvedConfig
 from headrace.core.block_hash import as_int, chain
+from headrace.core.kv_cache_spec import CacheLayout
 from headrace.core.kv_events import Block, EventLog, Sink, to_dict
 from headrace.core.request import Request
 from headrace.core.retention import Retention
@@ -48,7 +50,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         made.logs += [] if log is None else [log]
         return log
 
+    real_scheduler = Scheduler.from_config
+
+    def without_events(config: ResolvedConfig, layout: CacheLayout, events: object, num_host_blocks: int) -> Scheduler:
+        return real_scheduler(config, layout, None, num_host_blocks)
+
     monkeypatch.setattr(EventLog, "from_config", from_config)
+    # The cache itself keeps silent.
+    monkeypatch.setattr(Scheduler, "from_config", without_events)
     return made
 
 
@@ -240,7 +249,7 @@ def test_retention_and_salt_reach_the_core_with_each_prompt(
             llm.generate(["abc", "def"], params, cache_salt=["a", "b", "c"])
         with pytest.raises(RequestError, match="decode_retention_priority must be from 0 to 100"):
             llm.generate("abc", params, kv_cache_retention_config={"decode_retention_priority": 101})
-    assert [request.retention for request in taken] == [
+    assert [request.retention_wish and request.retention_wish[0] for request in taken] == [
         wanted,
         Retention([(0, 2, 9, None)]),
         wanted,

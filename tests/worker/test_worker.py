@@ -138,17 +138,17 @@ def test_a_cache_of_8_bits_answers_alike_in_every_mix(
     alone: dict[str, list[int]] = {}
     exact: dict[str, list[int]] = {}
     for name, prompt in prompts().items():
-        alone |= generate(worker, Scheduler.from_config(config, info.num_blocks), {name: prompt}, 1)
-        exact |= generate(tiny[0], Scheduler.from_config(tiny[2], tiny[1].num_blocks), {name: prompt}, 1)
+        alone |= generate(worker, Scheduler.from_config(config, info.layout), {name: prompt}, 1)
+        exact |= generate(tiny[0], Scheduler.from_config(tiny[2], tiny[1].layout), {name: prompt}, 1)
     for depth in (1, 2):
-        scheduler = Scheduler.from_config(config, info.num_blocks, info.num_groups)
+        scheduler = Scheduler.from_config(config, info.layout)
         for _ in range(2):
             assert generate(worker, scheduler, prompts(), depth) == alone
     requests = {str(i): [(i * 31 + j) % 151 for j in range(20 + i)] for i in range(4)}
     each: dict[str, list[int]] = {}
     for name, prompt in requests.items():
-        each |= generate(worker, Scheduler.from_config(config, 16), {name: prompt}, 1, max_tokens=40)
-    scheduler = Scheduler.from_config(config, 16)
+        each |= generate(worker, Scheduler.from_config(config, CacheLayout.plain(16)), {name: prompt}, 1, max_tokens=40)
+    scheduler = Scheduler.from_config(config, CacheLayout.plain(16))
     assert generate(worker, scheduler, requests, 2, max_tokens=40) == each
     assert scheduler.counters.num_preemptions > 0
     # One difference changes all that comes after it in a random model: the first tokens are what can be compared.
