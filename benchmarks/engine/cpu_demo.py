@@ -30,7 +30,7 @@ def prompt_ids(length: int, seed: int) -> list[int]:
     return [(seed * 7919 + i * 104729) % 40000 + 500 for i in range(length)]
 
 
-def bench_headrace(model: str, threads: int, seed: int) -> dict[str, float]:
+def bench_headrace(model: str, threads: int, seed: int, deterministic: bool = False) -> dict[str, float]:
     """Decode, prefill and concurrent tokens per second of Headrace with its defaults for the demo."""
     import asyncio
 
@@ -57,7 +57,7 @@ def bench_headrace(model: str, threads: int, seed: int) -> dict[str, float]:
         concurrent = (len(all_times) - 1) / (all_times[-1] - all_times[0])
         return {"decode": decode, "prefill": prefill, "concurrent": concurrent}
 
-    with LLM(model, num_threads=threads) as llm:
+    with LLM(model, num_threads=threads, deterministic=deterministic) as llm:
         return asyncio.run(run(llm))
 
 
@@ -133,7 +133,17 @@ def measure_distance(model: str, threads: int, seed: int) -> dict[str, float]:
     return {way: float(distances.mean()) for way, distances in kl_to_fp32(model, threads).items()}
 
 
-ENGINES = {"headrace": bench_headrace, "llama.cpp": bench_llama_cpp, "transformers": bench_transformers}
+def bench_deterministic(model: str, threads: int, seed: int) -> dict[str, float]:
+    """Headrace under `deterministic: true`: its ratio is what that costs."""
+    return bench_headrace(model, threads, seed, deterministic=True)
+
+
+ENGINES = {
+    "headrace": bench_headrace,
+    "deterministic": bench_deterministic,
+    "llama.cpp": bench_llama_cpp,
+    "transformers": bench_transformers,
+}
 DISTANCE = "distance"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One GPU, the Qwen3-8B shape with random bf16 weights: decode, prefill and 64-way throughput through the LLM API.
 
-    python -m benchmarks.engine.qwen3_8b [--report_json FILE]
+    python -m benchmarks.engine.qwen3_8b [--deterministic] [--report_json FILE]
 
 Prompts are random token ids, all different, so no prefix is shared; greedy, `ignore_eos`, no detokenizing.
 """
@@ -71,16 +71,22 @@ def main() -> None:
     """Start the engine on random weights, run the sections, print and save the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report_json", default=None)
+    parser.add_argument("--deterministic", action="store_true", help="what equal answers cost")
     args = parser.parse_args()
     from headrace import LLM
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         start = time.perf_counter()
-        with LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_seq_len=16384) as llm:
+        settings = {"load_format": "dummy", "skip_tokenizer_init": True, "deterministic": args.deterministic}
+        with LLM(folder, max_seq_len=16384, **settings) as llm:
             ready = time.perf_counter() - start
             report = asyncio.run(run(llm))
-    report = {"benchmark": "qwen3_8b", "start_s": ready} | report | provenance("transformers")
+    report = (
+        {"benchmark": "qwen3_8b", "deterministic": args.deterministic, "start_s": ready}
+        | report
+        | provenance("transformers")
+    )
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     if args.report_json:
         Path(args.report_json).write_text(json.dumps(report, indent=1) + "\n")

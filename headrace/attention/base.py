@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every attention backend is given, what it can do, and how it is called."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -118,6 +118,12 @@ CAPABILITIES = {
     ),
 }
 """What each backend can do, known without importing it; in AUTO's order of preference."""
+
+ALIKE_CAPABILITIES = {
+    "TRITON": CAPABILITIES["TRITON"],
+    "VANILLA": replace(CAPABILITIES["VANILLA"], device_types=("cpu",), softcap=False),
+}
+"""What they can do under `deterministic`."""
 
 
 class AttentionBackend(Protocol):

@@ -5,7 +5,7 @@ import importlib.util
 
 import torch
 
-from headrace.attention.base import CAPABILITIES, AttentionBackend, AttentionNeed
+from headrace.attention.base import ALIKE_CAPABILITIES, CAPABILITIES, AttentionBackend, AttentionNeed
 from headrace.attention.long_chunk import serves
 from headrace.errors import ConfigError
 from headrace.kernels.op import bind
@@ -16,12 +16,22 @@ BACKENDS: dict[str, tuple[str | None, str]] = {
     "VANILLA": (None, "headrace.attention.reference:VanillaAttention"),
 }
 
+# The same under `deterministic`.
+ALIKE_BACKENDS: dict[str, tuple[str | None, str]] = {
+    "TRITON": ("triton", "headrace.attention.triton:AlikeTritonAttention"),
+    "VANILLA": (None, "headrace.attention.alike:AlikeVanillaAttention"),
+}
+
 
 def refusals(
-    name: str, need: AttentionNeed, device_type: str, compute_capability: tuple[int, int] | None = None
+    name: str,
+    need: AttentionNeed,
+    device_type: str,
+    compute_capability: tuple[int, int] | None = None,
+    deterministic: bool = False,
 ) -> list[str]:
     """Why a backend cannot serve a need on a device; empty when it can. compute_capability: a GPU's, where known."""
-    can, package = CAPABILITIES[name], BACKENDS[name][0]
+    can, package = (ALIKE_CAPABILITIES if deterministic else CAPABILITIES)[name], BACKENDS[name][0]
     reasons = []
     if device_type not in can.device_types:
         reasons.append(f"runs on {' and '.join(can.device_types)}, not on {device_type}")
@@ -47,7 +57,11 @@ class BackendChooser:
     """Chooses for the layers of one model, and keeps what was chosen and what was passed over."""
 
     def __init__(
-        self, device_type: str, setting: str = "AUTO", compute_capability: tuple[int, int] | None = None
+        self,
+        device_type: str,
+        setting: str = "AUTO",
+        compute_capability: tuple[int, int] | None = None,
+        deterministic: bool = False,
     ) -> None:
         """device_type: `cpu` or `cuda`. setting: `attn_backend`. ConfigError for a name that is no backend."""
         if setting != "AUTO" and setting not in BACKENDS:
@@ -57,6 +71,7 @@ class BackendChooser:
         self._device_type = device_type
         self._setting = setting
         self._compute_capability = compute_capability
+        self._deterministic = deterministic
         self._chosen: dict[str, dict[str, None]] = {}
         """Backends chosen, each with the refusals it was chosen after; in order, each once."""
         self._needs: dict[AttentionNeed, str] = {}
@@ -69,16 +84,18 @@ class BackendChooser:
         """
         refused: list[str] = []
         for name in BACKENDS if self._setting == "AUTO" else (self._setting,):
-            reasons = refusals(name, need, self._device_type, self._compute_capability)
+            reasons = refusals(name, need, self._device_type, self._compute_capability, self._deterministic)
             if not reasons:
                 self._chosen.setdefault(name, {}).update(dict.fromkeys(refused))
                 self._needs[need] = name
-                backend: AttentionBackend = bind(BACKENDS[name][1])(need)
+                backends = ALIKE_BACKENDS if self._deterministic else BACKENDS
+                backend: AttentionBackend = bind(backends[name][1])(need)
                 return backend
             refused.append(f"{name}: {'; '.join(reasons)}")
         remedy = "" if self._setting == "AUTO" else ": use AUTO"
+        with_what = " with deterministic = true" if self._deterministic else ""
         raise ConfigError(
-            f"attn_backend {self._setting} cannot serve this model on {self._device_type} "
+            f"attn_backend {self._setting} cannot serve this model on {self._device_type}{with_what} "
             f"({'. '.join(refused)}){remedy}.",
             param="attn_backend",
         )
@@ -95,6 +112,8 @@ class BackendChooser:
 
     def long_needs(self, device: torch.device) -> list[AttentionNeed]:
         """Needs of the layers whose long chunks go through cuDNN."""
+        if self._deterministic:
+            return []
         return [need for need, name in self._needs.items() if name == "TRITON" and serves(need, device)]
 
     @property

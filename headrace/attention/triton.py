@@ -29,6 +29,7 @@ class TritonAttention:
         self.decode_tile = decode_tile(need.head_dim, element_size, need.num_q_heads // need.num_kv_heads, shared)
         self.programs = num_programs(device, self.decode_tile, need.head_dim, element_size)
         self.long = LongPrefill(need, device.type) if serves(need, device) else None
+        self.alike = False
         self.plan_key = ("TRITON", need.window, need.num_q_heads, need.num_kv_heads, need.head_dim)
 
     def decode_plan(self, metadata: AttentionMetadata) -> DecodePlan:
@@ -100,4 +101,22 @@ class TritonAttention:
             need.softcap,
             self.prefill_tile,
             kv_scale,
+            self.alike,
         )
+
+
+class AlikeTritonAttention(TritonAttention):
+    """For `deterministic`: every row, of one token or more, by the same kernel, one tile of keys after the other."""
+
+    def __init__(self, need: AttentionNeed, device: torch.device | None = None) -> None:
+        super().__init__(need, device)
+        self.long, self.alike = None, True
+
+    def forward(
+        self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, group: int, kv_scale: Tensor | None = None
+    ) -> Tensor:
+        """See `AttentionBackend.forward`."""
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=self.dtype, device=q.device)
+        table = metadata.block_tables[group]
+        self._prefill(q, kv_cache, out, metadata, table, 0, metadata.num_rows, kv_scale)
+        return out

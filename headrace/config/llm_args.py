@@ -65,7 +65,7 @@ class DeviceArgs(Config):
     )
     """Attention implementation; AUTO: TRITON on a GPU, VANILLA on a CPU."""
     deterministic: Annotated[bool, Beta] = False
-    """Equal tokens whatever the batch, chunking, cache hits and padding, at some cost in speed; not built yet."""
+    """Equal tokens whatever the batch, chunking, cache hits and padding, at some cost in speed."""
     disable_overlap_scheduler: bool = False
     """Wait for each step's result before the next is launched."""
     cuda_graph_config: Annotated[CudaGraphConfig | None, Beta] = CudaGraphConfig.model_construct()

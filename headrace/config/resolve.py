@@ -101,8 +101,6 @@ def resolve(
         raise ConfigError(f"device = {args.device} is not possible here: only {device.kind} was found.", param="device")
     if args.device == "auto":
         choices.chose("device", device.name or device.kind)
-    if args.deterministic:
-        raise ConfigError("deterministic = true is not built yet; leave it out.", param="deterministic")
     _check_tiers(args)
     dtype = _dtype(choices)
     kv_dtype = _kv_dtype(choices, dtype)

@@ -2,7 +2,11 @@
 """Triton: causal attention of chunks of new tokens over their rows' paged KV.
 
 A program takes some tokens of one row and all query heads of one KV head, packed as the rows of one product. The grid
-is an upper bound from host-side counts; programs find their row on the device and surplus ones return.
+is an upper bound from host-side counts; programs find their row on the device and surplus ones return. Rows of one
+token are decode's.
+
+For `deterministic` (ALIKE) it takes these as well, and masks every tile of keys: a query then meets each tile by
+the same instructions, in the same order, whatever chunk it is in. Tiles that it sees nothing of leave it as it was.
 """
 
 import triton
@@ -44,8 +48,9 @@ def find_row(query_start_loc, first_row, num_rows, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def key_ranges(first_position, last_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """begin, all_begin, all_end, end: some query sees keys from begin to end; all do from all_begin to all_end."""
+def key_ranges(first_position, last_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, ALIKE: tl.constexpr):
+    """begin, all_begin, all_end, end: some query sees keys from begin to end; all do from all_begin to all_end, unless
+    all keys are to be taken alike."""
     end = last_position + 1
     all_end = (first_position + 1) // BLOCK_N * BLOCK_N
     begin = 0
@@ -54,6 +59,9 @@ def key_ranges(first_position, last_position, WINDOW: tl.constexpr, BLOCK_N: tl.
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         all_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, end)
         all_end = tl.maximum(all_begin, all_end)
+    if ALIKE:
+        all_begin = begin
+        all_end = begin
     return begin, all_begin, all_end, end
 
 
@@ -90,6 +98,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     KV: tl.constexpr,
+    ALIKE: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
     kv_head = tl.program_id(0)
@@ -99,8 +108,7 @@ def prefill_kernel(
     query_begin = tl.load(query_start_loc + row)
     query_len = tl.load(query_start_loc + row + 1) - query_begin
     first_token = (tile - first_tile(query_start_loc, first_row, row, BLOCK_Q)) * BLOCK_Q
-    # A row of one token is decode's.
-    if (first_token >= query_len) | (query_len <= 1):
+    if (first_token >= query_len) | ((query_len <= 1) & (not ALIKE)):
         return
     seq_len = tl.load(seq_lens + row)
     lane = tl.arange(0, BLOCK_M)
@@ -119,7 +127,7 @@ def prefill_kernel(
     last_position = tl.minimum(first_position + BLOCK_Q, seq_len) - 1
     # Lanes past the chunk's end stand at its last position, so that they see a key like all others.
     position = tl.minimum(seq_len - query_len + token, last_position)
-    begin, all_begin, all_end, end = key_ranges(first_position, last_position, WINDOW, BLOCK_N)
+    begin, all_begin, all_end, end = key_ranges(first_position, last_position, WINDOW, BLOCK_N, ALIKE)
     keys = cache + kv_head.to(tl.int64) * head_stride
     values = keys + kv_stride
     table = block_table + row.to(tl.int64) * table_stride
@@ -158,8 +166,11 @@ def paged_prefill(
     softcap: float | None,
     tile: Tile | None = None,
     kv_scale: Tensor | None = None,
+    alike: bool = False,
 ) -> None:
     """Attend the tokens of rows first_row to num_rows, and write their places in `out`; rows of one token are left out.
+
+    alike: none is left out, and a token's result does not depend on the others of its row and chunk.
 
     q: [tokens, num_q_heads, head_dim]; out: [tokens, num_q_heads * head_dim]. kv_cache: the layer's view [num_blocks,
     2, num_kv_heads, tokens_per_block, head_dim]. block_table: int32 [rows, max_blocks]; query_start_loc: int32
@@ -202,6 +213,7 @@ def paged_prefill(
         WINDOW=window or 0,
         HAS_SOFTCAP=softcap is not None,
         KV=kv_kind(kv_cache),
+        ALIKE=alike,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from headrace.kernels.op import Case, op
+from headrace.kernels.op import Case, on_cpu, on_cuda, op
 
 
 def logprob_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -29,10 +29,27 @@ def gather_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tenso
     then the best, best first), their log-probabilities fp32 [n, 1 + num_top], and the chosen token's rank int32 [n]:
     one more than the number of tokens that are strictly more probable.
     """
+    return gather_normalised(logits, chosen, num_top, logits.logsumexp(1))
+
+
+def gather_normalised(
+    logits: Tensor, chosen: Tensor, num_top: int, normaliser: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, given each row's log of the sum of exp, fp32 [n]."""
     chosen = chosen.long()[:, None]
     own = logits.gather(1, chosen)
     ranks = (logits > own).sum(1, dtype=torch.int32) + 1
     best = logits.topk(num_top, dim=1)
     ids = torch.cat([chosen, best.indices], dim=1).int()
     scores = torch.cat([own, best.values], dim=1)
-    return ids, scores - logits.logsumexp(1, keepdim=True), ranks
+    return ids, scores - normaliser[:, None], ranks
+
+
+@gather_logprobs.impl("cpu rows", on_cpu, use="deterministic")
+def gather_logprobs_cpu_rows(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch sums a row of its own in another order than one of several: so each by itself."""
+    normalisers = [row.logsumexp(0) for row in logits]
+    return gather_normalised(logits, chosen, num_top, torch.stack(normalisers) if normalisers else logits.new_empty(0))
+
+
+gather_logprobs.impl("triton", on_cuda, "headrace.kernels.logprobs_triton:gather_logprobs", use="deterministic")

@@ -62,18 +62,37 @@ def fused_add_rms_norm(
 FEW_ROWS = 16
 
 
-@rms_norm.impl("cpu", on_cpu)
-def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Few rows through layer_norm, torch's one fused norm on the CPU: x beside -x has mean 0 and x's mean square."""
+@rms_norm.impl("cpu rows", on_cpu, use="deterministic")
+def rms_norm_cpu_rows(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Through layer_norm, torch's one fused norm on the CPU, which goes row by row: x beside -x has mean 0 and x's mean
+    square."""
     hidden = weight.shape[0]
-    if x.numel() > FEW_ROWS * hidden or offset:
+    if offset:
         normed: Tensor = rms_norm.reference(x, weight, eps, offset)
         return normed
     both = F.layer_norm(torch.cat((x, -x), -1), (2 * hidden,), torch.cat((weight, weight)), None, eps)
     return both[..., :hidden].contiguous()
 
 
-@fused_add_rms_norm.impl("cpu", on_cpu)
+@rms_norm.impl("cpu", on_cpu, use="fast")
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Few rows through layer_norm."""
+    if x.numel() > FEW_ROWS * weight.shape[0]:
+        normed: Tensor = rms_norm.reference(x, weight, eps, offset)
+        return normed
+    return rms_norm_cpu_rows(x, weight, eps, offset)
+
+
+@fused_add_rms_norm.impl("cpu rows", on_cpu, use="deterministic")
+def fused_add_rms_norm_cpu_rows(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The same after the sum."""
+    residual = residual.add_(x)
+    return rms_norm_cpu_rows(residual, weight, eps, offset), residual
+
+
+@fused_add_rms_norm.impl("cpu", on_cpu, use="fast")
 def fused_add_rms_norm_cpu(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:

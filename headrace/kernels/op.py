@@ -8,6 +8,9 @@
 
     self.norm = rms_norm.choose("cuda")          # a plain function, bound when a layer is built
 
+Under `deterministic` a row's result must not depend on the rows beside it, nor on how many there are: implementations
+that do not hold to that are passed over, and some exist for it alone.
+
 An implementation is named by a "module:attr" string and imported when it is first chosen, so a reference needs no
 more than torch.
 """
@@ -16,7 +19,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +36,19 @@ class Case:
     args: tuple[Any, ...]
     bytes_moved: int = 0
     """Bytes a perfect implementation reads and writes; 0 where nobody times it."""
+
+
+Use = Literal["always", "fast", "deterministic"]
+"""When an implementation may be chosen: `fast` ones never under `deterministic`, `deterministic` ones only then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One registered implementation."""
+
+    supports: Callable[[str], bool]
+    function: Function | str
+    use: Use
 
 
 Cases = Callable[[torch.dtype, str], Iterator[Case]]
@@ -54,7 +70,7 @@ class Op:
         self.cases = cases
         self.rtol = rtol
         self.atol = atol
-        self.impls: dict[str, tuple[Callable[[str], bool], Function | str]] = {}
+        self.impls: dict[str, Implementation] = {}
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +78,7 @@ class Op:
         return self.reference(*args, **kwargs)
 
     def impl(
-        self, name: str, supports: Callable[[str], bool], target: str | None = None
+        self, name: str, supports: Callable[[str], bool], target: str | None = None, use: Use = "always"
     ) -> Callable[[Function], Function]:
         """Register an implementation; `supports(device_type)` says where it runs. A later one is preferred.
 
@@ -70,23 +86,24 @@ class Op:
         """
 
         def register(fn: Function) -> Function:
-            self.impls[name] = (supports, fn)
+            self.impls[name] = Implementation(supports, fn, use)
             return fn
 
         if target is not None:
-            self.impls[name] = (supports, target)
+            self.impls[name] = Implementation(supports, target, use)
         return register
 
     def implementation(self, name: str) -> Function:
         """A registered implementation by name."""
-        found = self.impls[name][1]
+        found = self.impls[name].function
         fn: Function = bind(found) if isinstance(found, str) else found
         return fn
 
-    def choose(self, device_type: str) -> Function:
+    def choose(self, device_type: str, deterministic: bool = False) -> Function:
         """The preferred implementation for a device type (`cpu`, `cuda`); the reference where none is registered."""
-        for name in reversed(self.impls):
-            if self.impls[name][0](device_type):
+        passed_over = "fast" if deterministic else "deterministic"
+        for name, one in reversed(self.impls.items()):
+            if one.use != passed_over and one.supports(device_type):
                 return self.implementation(name)
         return self.reference
 

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.options = opt
         self._layer = opt.layer
         self._qkv = self.qkv_proj.forward
-        self._write = qk_norm_rope_cache_write.choose(ctx.device.type)
+        self._write = qk_norm_rope_cache_write.choose(ctx.device.type, ctx.deterministic)
         self._before = (
             q_weight,
             k_weight,

@@ -31,6 +31,8 @@ class BuildContext:
     tp_size: int = 1
     prefix: str = ""
     """Dotted name of the module being built, as the checkpoint's weights will be called once renamed."""
+    deterministic: bool = False
+    """Each token is computed alike whatever is computed beside it: ops and methods are chosen for that."""
     tables: dict[object, Tensor] = field(default_factory=dict)
     """RoPE tables, one per distinct configuration, shared by the layers."""
 

@@ -21,9 +21,9 @@ class ColumnLinear(LoadableLayer):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+        self.bias = empty_parameter(ctx, sum(out_features)) if bias else None
         self.method = ctx.quant(ctx.prefix)
         self.method.create(self, in_features, out_features, ctx.dtype, ctx.device)
-        self.bias = empty_parameter(ctx, sum(out_features)) if bias else None
         # Plain attributes: a parameter read through nn.Module costs half a microsecond, once per layer and token.
         self._multiply = self.method.apply
         object.__setattr__(self, "_bias", self.bias)

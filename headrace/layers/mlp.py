@@ -24,7 +24,8 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnLinear(ctx.sub("gate_up_proj"), hidden_size, [intermediate_size] * 2, bias)
         self.down_proj = RowLinear(ctx.sub("down_proj"), intermediate_size, hidden_size, bias)
         op = ACTIVATIONS[activation]
-        self._gated = self.gate_up_proj.gated(op.choose(ctx.device.type), op is gelu_tanh_and_mul)
+        act = op.choose(ctx.device.type, ctx.deterministic)
+        self._gated = self.gate_up_proj.gated(act, op is gelu_tanh_and_mul)
         self._down = self.down_proj.forward
 
     def forward(self, x: Tensor) -> Tensor:

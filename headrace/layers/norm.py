@@ -18,8 +18,8 @@ class RMSNorm(LoadableLayer):
         self.weight = empty_parameter(ctx, size)
         self._eps = eps
         self._offset = offset
-        self._norm = rms_norm.choose(ctx.device.type)
-        self._add_norm = fused_add_rms_norm.choose(ctx.device.type)
+        self._norm = rms_norm.choose(ctx.device.type, ctx.deterministic)
+        self._add_norm = fused_add_rms_norm.choose(ctx.device.type, ctx.deterministic)
         object.__setattr__(self, "_weight", self.weight)
 
     def part_shapes(self) -> dict[str, list[tuple[int, ...]]]:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from headrace.config.dtype import plain_dtype
 from headrace.config.model import ModelConfig
 from headrace.core.kv_cache_spec import KvSpec
+from headrace.kernels.activation import softcap
 from headrace.layers.attention import AttentionOptions
 from headrace.layers.build import BuildContext, ForwardContext
 from headrace.layers.embedding import Embedding
@@ -106,6 +106,7 @@ class CausalLM(nn.Module):
         else:
             self.lm_head = ColumnLinear(ctx.sub("lm_head"), cfg.hidden_size, [cfg.vocab_size])
             self._head = self.lm_head.forward
+        self._cap: Callable[[Tensor, float], Tensor] = softcap.choose(ctx.device.type, ctx.deterministic)
         self._max_positions = ctx.max_positions
         self._kv_dtype = plain_dtype(str(ctx.kv_dtype))
         self.needs_prompt_lens = has_long_table(cfg.rope, ctx.max_positions)
@@ -123,7 +124,7 @@ class CausalLM(nn.Module):
         """[num_rows, hidden_size] of the rows that sample -> [num_rows, vocab_size], in the model's dtype."""
         logits = self._head(hidden_states)
         cap = self.cfg.final_logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else self._cap(logits, cap)
 
     def kv_specs(self) -> list[KvSpec]:
         """One per layer."""

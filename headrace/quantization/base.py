@@ -25,7 +25,10 @@ class QuantMethod(Protocol):
     def create(
         self, layer: nn.Module, in_features: int, out_features: list[int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Register the layer's storage. `out_features` lists the fused outputs (q, k, v or gate, up) in order."""
+        """Register the layer's storage. `out_features` lists the fused outputs (q, k, v or gate, up) in order.
+
+        The layer has its bias already, if it has one.
+        """
         ...
 
     def load_shard(self, layer: nn.Module, weight: "Tensor | RawTensor", shard: int) -> None:

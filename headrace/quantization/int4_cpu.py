@@ -177,6 +177,7 @@ class CpuMethod:
 
     embeds: rows are looked up (an embedding); multiplies: the product is used (all but an untied embedding).
     keeps_wide: 4-bit layers keep a bf16 copy for many rows; without it they are unpacked at each such call.
+    is_uniform: the bf16 copy is used for few rows too, and no other form is made.
     """
 
     _many: Callable[[Tensor, Tensor | None], Tensor]
@@ -185,11 +186,17 @@ class CpuMethod:
     """[vocab, hidden], for lookups."""
 
     def __init__(
-        self, embeds: bool = False, multiplies: bool = True, keeps_wide: bool = True, is_bf16: bool | None = None
+        self,
+        embeds: bool = False,
+        multiplies: bool = True,
+        keeps_wide: bool = True,
+        is_bf16: bool | None = None,
+        is_uniform: bool = False,
     ) -> None:
         self.embeds = embeds
         self.multiplies = multiplies
         self.keeps_wide = keeps_wide
+        self.is_uniform = is_uniform
         self._wide = WideWeight(has_fast_bf16() if is_bf16 is None else is_bf16)
         self._parts: dict[int, Tensor | RawTensor] = {}
         self._few: Int4Weight | Int8Weight | None = None
@@ -241,7 +248,7 @@ class CpuMethod:
 
     def _is_8_bit_head(self, parts: list[Tensor | RawTensor]) -> bool:
         """An embedding that is also the head, stored in 8 bits, on a CPU that multiplies in 8."""
-        is_head = self.embeds and self.multiplies
+        is_head = self.embeds and self.multiplies and not self.is_uniform
         return is_head and has_int8() and all(isinstance(part, RawTensor) and part.kind == "Q8_0" for part in parts)
 
     def _affine_parts(self, parts: list[Tensor | RawTensor]) -> tuple[list[Affine4], int]:
@@ -250,7 +257,13 @@ class CpuMethod:
             return [], 1
         fits = has_int4() and sum(self.out_features) % OUTPUT_BLOCK == 0 and self.in_features % GROUP == 0
         raw = [part for part in parts if isinstance(part, RawTensor)]
-        if not fits or not self.multiplies or len(raw) < len(parts) or (self.embeds and not self.keeps_wide):
+        if (
+            not fits
+            or self.is_uniform
+            or not self.multiplies
+            or len(raw) < len(parts)
+            or (self.embeds and not self.keeps_wide)
+        ):
             return [], 1
         if all(part.kind == "Q8_0" for part in raw):
             # Its halves take as much as a bf16 copy once the nibbles are kept as well.

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headrace.kernels.fixed_tile import fixed_tile_linear
 from headrace.kernels.skinny import max_rows, skinny_gated, skinny_linear
 from headrace.quantization.base import FusedCall, RawTensor, copy_weight
 
@@ -54,3 +55,22 @@ class PlainMethod:
     def embed(self, layer: nn.Module, ids: Tensor) -> Tensor:
         """ids [num_tokens] -> [num_tokens, in_features]."""
         return F.embedding(ids, self._weight)
+
+
+class FixedTileMethod(PlainMethod):
+    """The same weight on a GPU, multiplied in one fixed tile whatever the number of rows, for `deterministic`."""
+
+    def create(
+        self, layer: nn.Module, in_features: int, out_features: list[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """See `PlainMethod.create`."""
+        super().create(layer, in_features, out_features, dtype, device)
+        self._multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = fixed_tile_linear.choose(device.type, True)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, sum(out_features)]."""
+        return self._multiply(x, self._weight, bias)
+
+    def fused_gated(self, is_gelu: bool) -> FusedCall | None:
+        """None: a product of its own would be summed in an order of its own."""
+        return None

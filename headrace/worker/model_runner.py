@@ -82,10 +82,12 @@ class ModelRunner:
         clear_new_blocks: bool,
         padding: Padding | None = None,
         long_shapes: LongShapes | None = None,
+        deterministic: bool = False,
     ) -> None:
         """
         Args:
             long_shapes: which prefill chunks attend by themselves; None: none do.
+            deterministic: a row's tokens and log-probabilities do not depend on the rows beside it.
             padding: steps that fit run padded to its sizes.
             clear_new_blocks: zero a block when a row takes it. For attention that multiplies masked places by 0, where
                 NaN left behind by a failed request would reach the block's next owner.
@@ -100,12 +102,14 @@ class ModelRunner:
         self._is_cuda = device_type == "cuda"
         self._uploader = Uploader(state.words)
         self._batch = InputBatch(state, max_num_tokens, tokens_per_block, vocab_size, long_shapes)
-        self._sampler = Sampler(state)
+        self._sampler = Sampler(state, deterministic)
         self._token_buffers = TokenBuffers(state.records.shape[0])
         self._advance: Callable[..., object] = advance_rows.choose(device_type)
         self._store: Callable[..., object] = store_tokens.choose(device_type)
         self._copy_blocks: Callable[..., object] = copy_blocks.choose(device_type)
-        self._prompt_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] = gather_logprobs.choose(device_type)
+        self._prompt_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] = gather_logprobs.choose(
+            device_type, deterministic
+        )
         self._padded: PaddedSteps | None = None
         if padding is not None:
             calls = ModelCalls(self._run_body, model.compute_logits, padding.hidden_size, vocab_size, padding.dtype)

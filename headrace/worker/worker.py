@@ -23,7 +23,7 @@ from headrace.logger import get_logger
 from headrace.models.base import CausalLM
 from headrace.models.registry import build_model
 from headrace.models.weights import load_model_weights, open_checkpoint
-from headrace.quantization.choose import copy_bytes, make_quant_method
+from headrace.quantization.choose import copy_bytes, make_quant_method, require_room
 from headrace.utils.hub import ModelSource
 from headrace.utils.machine import available_memory
 from headrace.utils.math import cdiv
@@ -82,7 +82,7 @@ class Worker:
         self._device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
         self._queue: LaunchQueue = InlineQueue() if config.device == "cuda" else ThreadQueue(config.num_threads)
         capability = torch.cuda.get_device_capability(self._device) if config.device == "cuda" else None
-        self._backends = BackendChooser(config.device, config.attn_backend, capability)
+        self._backends = BackendChooser(config.device, config.attn_backend, capability, config.args.deterministic)
         self._runner: ModelRunner | None = None
         self._long_shapes: LongShapes | None = None
         self._transfers: KvTransfers | None = None
@@ -183,6 +183,8 @@ class Worker:
     def _build(self) -> CausalLM:
         config, device = self._config, self._device
         dtype = DTYPES[config.dtype]
+        if self._is_packed and config.args.deterministic:
+            require_room(config.model, available_memory())
         quant = partial(
             make_quant_method,
             cfg=config.model,
@@ -190,6 +192,7 @@ class Worker:
             device_type=device.type,
             source_kind=self._source.kind,
             free_memory=available_memory() if device.type == "cpu" else None,
+            deterministic=config.args.deterministic,
         )
         ctx = BuildContext(
             dtype=dtype,
@@ -199,6 +202,7 @@ class Worker:
             kv_dtype=DTYPES[config.kv_dtype],
             max_positions=config.max_seq_len,
             tokens_per_block=config.tokens_per_block,
+            deterministic=config.args.deterministic,
         )
         return build_model(config.model, ctx)
 
@@ -217,12 +221,19 @@ class Worker:
             clear_new_blocks=self._backends.reads_unused_slots,
             padding=self._padding(model),
             long_shapes=self._long_shapes,
+            deterministic=config.args.deterministic,
         )
+
+    @property
+    def _is_packed(self) -> bool:
+        """Weights come packed, and are multiplied in bf16 on a CPU."""
+        config = self._config
+        return config.device == "cpu" and config.dtype == "bfloat16" and self._source.kind == "gguf"
 
     def _packed_bytes(self) -> int | None:
         """About what weights that stay packed take, beside the copy that prefill has of them; None: none stay so."""
         config = self._config
-        if config.device != "cpu" or config.dtype != "bfloat16" or self._source.kind != "gguf":
+        if not self._is_packed or config.args.deterministic:
             return None
         return self._source.path.stat().st_size + copy_bytes(config.model, available_memory())
 

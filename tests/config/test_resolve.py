@@ -135,12 +135,6 @@ def test_resolving_changes_nothing_and_repeats() -> None:
     assert args.model_dump() == before
 
 
-def test_what_would_change_answers_and_is_not_built_is_refused_and_what_would_not_is_said() -> None:
-    with pytest.raises(ConfigError, match="deterministic = true is not built yet"):
-        settle(CPU, deterministic=True)
-    assert "trust_remote_code has no effect" in " ".join(settle(CPU, trust_remote_code=True).notes)
-
-
 def test_a_prefill_budget_over_a_whole_step_is_refused_not_cut() -> None:
     with pytest.raises(ConfigError, match=r"max_prefill_tokens \(600\) must not be above max_num_tokens \(512\)"):
         settle(CPU, max_num_tokens=512, scheduler_config={"max_prefill_tokens": 600})

@@ -33,8 +33,13 @@ from headrace.kernels.batch_prep_triton import (
 )
 from headrace.kernels.block_checksum_triton import BLOCK as CHECKSUM_BLOCK
 from headrace.kernels.block_checksum_triton import TILES, block_checksums_kernel
+from headrace.kernels.fixed_tile_triton import BLOCK_K as FIXED_K
+from headrace.kernels.fixed_tile_triton import BLOCK_K_FP32, GROUP_M, NUM_STAGES, fixed_tile_kernel
+from headrace.kernels.fixed_tile_triton import BLOCK_M as FIXED_M
+from headrace.kernels.fixed_tile_triton import BLOCK_N as FIXED_N
 from headrace.kernels.greedy_triton import argmax_kernel, argmax_part_kernel
 from headrace.kernels.kv_cache_triton import copy_blocks_kernel, gather_row_kernel
+from headrace.kernels.logprobs_triton import normaliser_kernel
 from headrace.kernels.merge_triton import merge_attention_kernel
 from headrace.kernels.norm_triton import fused_add_rms_norm_kernel, rms_norm_kernel
 from headrace.kernels.read_triton import BLOCK, PIECE, read_sums_kernel
@@ -129,8 +134,8 @@ def attention_variants(arch: int) -> Iterator[Variant]:
             (decode_kernel, decode_tile(head_dim, size, group_size, shared)),
         ):
             blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-            record = {"RECORD": RECORD} if kernel is decode_kernel else {}
-            yield Variant(kernel, common | blocks | record, tile.num_warps, tile.num_stages, dtype)
+            for own in ({"RECORD": RECORD},) if kernel is decode_kernel else ({"ALIKE": False}, {"ALIKE": True}):
+                yield Variant(kernel, common | blocks | own, tile.num_warps, tile.num_stages, dtype)
 
 
 def layer_variants(arch: int) -> Iterator[Variant]:
@@ -172,6 +177,11 @@ def product_variants() -> Iterator[Variant]:
         shape = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": cut.block_k, "SPLIT": cut.split}
         part = {"PART": in_features // cut.split, "LINES": 8, "HAS_BIAS": not gated, "GATED": gated, "IS_GELU": False}
         yield Variant(matrix_kernel, shape | part, cut.num_warps, cut.num_stages)
+    for dtype, block_k in (("bf16", FIXED_K), ("fp32", BLOCK_K_FP32)):
+        tile = {"BLOCK_M": FIXED_M, "BLOCK_N": FIXED_N, "BLOCK_K": block_k, "GROUP_M": GROUP_M}
+        for split, even in ((8, True), (1, True), (1, False)):
+            own = {"SPLIT": split, "PART": 4096 // split, "K_EVEN": even, "HAS_BIAS": even}
+            yield Variant(fixed_tile_kernel, tile | own, 4, NUM_STAGES, dtype)
 
 
 def step_variants() -> Iterator[Variant]:
@@ -190,6 +200,7 @@ def step_variants() -> Iterator[Variant]:
     yield Variant(argmax_kernel, {"BLOCK": 64}, types={"out": "*i64"})
     yield Variant(uniforms_kernel, {"BLOCK": 256}, types={"positions": "*i32", "out": "*fp64"})
     yield Variant(filter_threshold_kernel, {"BLOCK": 4096}, 8, types={"out": "*fp32"})
+    yield Variant(normaliser_kernel, {"BLOCK": 4096}, 8, types={"out": "*fp32"})
     yield Variant(draw_kernel, {"HAS_THRESHOLD": True, "BLOCK": 4096}, 8, types={"out": "*i64"})
 
 

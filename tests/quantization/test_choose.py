@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from headrace.config.model import ModelConfig
-from headrace.errors import ModelLoadError
+from headrace.errors import ConfigError, ModelLoadError
 from headrace.quantization import choose
-from headrace.quantization.choose import make_quant_method
+from headrace.quantization.choose import make_quant_method, require_room
+from headrace.quantization.fixed_rows import FixedRows
 from headrace.quantization.int4_cpu import CpuMethod
-from headrace.quantization.none import PlainMethod
+from headrace.quantization.none import FixedTileMethod, PlainMethod
 
 LAYER = "model.layers.0.mlp.down_proj"
 BF16 = torch.bfloat16
@@ -67,3 +68,18 @@ def test_a_quantization_that_is_not_built_is_refused_by_name() -> None:
     with pytest.raises(ModelLoadError, match="awq"):
         make_quant_method(LAYER, cfg, BF16, "cpu", "hf")
     assert make_quant_method(LAYER, config(quantization_config={"quant_method": "gguf"}), BF16, "cuda", "gguf")
+
+
+def test_deterministic_chooses_the_same_whatever_memory_is_free() -> None:
+    for dtype, kind in ((BF16, "gguf"), (BF16, "hf"), (torch.float32, "hf")):
+        for free in (None, 1, 1 << 40):
+            assert type(make_quant_method(LAYER, config(), dtype, "cpu", kind, free, deterministic=True)) is FixedRows
+    assert type(make_quant_method(LAYER, config(), BF16, "cuda", "hf", deterministic=True)) is FixedTileMethod
+
+
+def test_deterministic_needs_room_for_packed_weights_in_bf16() -> None:
+    cfg = config()
+    require_room(cfg, 0)
+    require_room(cfg, 2 * cfg.num_params())
+    with pytest.raises(ConfigError, match="deterministic = true keeps packed weights in bf16"):
+        require_room(cfg, 2 * cfg.num_params() - 1)
