@@ -64,24 +64,22 @@ class Sampler:
     def __init__(self, state: RequestState, deterministic: bool = False) -> None:
         device_type = state.words.device.type
         self._state = state
-        # Torch's CPU loops share rows out over threads and vectors by how many there are, which shows in last bits.
-        self._piece_bytes = 0 if deterministic and device_type == "cpu" else SAMPLER_PIECE_BYTES
-        self._penalties: Callable[..., Tensor] = apply_penalties.choose(device_type)
-        self._add_at: Callable[..., Tensor] = add_at.choose(device_type)
-        self._threshold: Callable[..., Tensor] = filter_threshold.choose(device_type)
-        self._uniforms: Callable[..., Tensor] = uniforms.choose(device_type)
-        self._draw: Callable[..., Tensor] = draw.choose(device_type)
+        self._penalties: Callable[..., Tensor] = apply_penalties.choose(device_type, deterministic)
+        self._add_at: Callable[..., Tensor] = add_at.choose(device_type, deterministic)
+        self._threshold: Callable[..., Tensor] = filter_threshold.choose(device_type, deterministic)
+        self._uniforms: Callable[..., Tensor] = uniforms.choose(device_type, deterministic)
+        self._draw: Callable[..., Tensor] = draw.choose(device_type, deterministic)
         self._logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]] = gather_logprobs.choose(
             device_type, deterministic
         )
-        self._argmax: Callable[[Tensor, Tensor], Tensor] = finite_argmax.choose(device_type)
+        self._argmax: Callable[[Tensor, Tensor], Tensor] = finite_argmax.choose(device_type, deterministic)
 
     def __call__(self, logits: Tensor, sampling: SamplingRows) -> SampledTokens:
         """logits: [num sampling rows, vocab] in the model's dtype; overwritten."""
         if sampling.is_plain:
             tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
             return SampledTokens(self._argmax(logits, tokens), None)
-        rows_at_once = max(1, self._piece_bytes // (4 * logits.shape[1]))
+        rows_at_once = max(1, SAMPLER_PIECE_BYTES // (4 * logits.shape[1]))
         if len(logits) <= rows_at_once:
             return self._sample(logits, sampling)
         # No row looks at another: in pieces they get the same, and the peak of memory does not grow with the batch.
