@@ -25,6 +25,8 @@ FEW_ROWS = 4
 LAYOUT_ROWS = 8
 FEW_ROWS_INT8 = 16
 # What is left of a rounded input is at most a half; times this it fills 8 bits.
+MIDDLE = 128
+"""Where 0 is in 8 bits without a sign."""
 LOW_HALF = 254.0
 # The int4 product takes outputs in blocks of 16.
 OUTPUT_BLOCK = 16
@@ -163,9 +165,11 @@ class Int8Weight:
         largest = x.abs().amax(dim=1, keepdim=True).float().clamp_min_(1e-30)
         scaled = x * (127.0 / largest)
         high = scaled.round()
-        halves = torch.cat([high, scaled.sub_(high).mul_(LOW_HALF).round_()]).to(torch.int8)
+        # Unsigned: of signed inputs some CPUs with VNNI have no product but a reference one, hundreds of times slower.
+        halves = torch.cat([high, scaled.sub_(high).mul_(LOW_HALF).round_()]).add_(MIDDLE).to(torch.uint8)
+        of_input, of_weight = (1 / 127.0, MIDDLE), (self._packed, self._scales, self._zeros)
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
-            halves, 1 / 127.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            halves, *of_input, *of_weight, None, 1.0, 0, torch.float32, "none", [], ""
         )
         rows = len(x)
         y = y[:rows].add_(y[rows:], alpha=1 / LOW_HALF).mul_(largest).to(x.dtype)

@@ -191,3 +191,14 @@ def test_a_4_bit_layer_that_loads_dense_weights_next_uses_these(keeps_wide: bool
     for rows in ROWS:
         x = torch.randn(rows, IN).bfloat16()
         assert_near(method.apply(layer, x, None), x.float() @ torch.cat(weights).float().t())
+
+
+@needs_int8
+def test_an_8_bit_product_has_a_kernel_for_this_cpu(capfd: pytest.CaptureFixture[str]) -> None:
+    """oneDNN falls back to a reference product, hundreds of times slower, where it has none for what it is given."""
+    weight = Int8Weight()
+    weight.store(torch.randn(96, IN))
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        weight.multiply(torch.randn(1, IN).bfloat16(), None)
+    products = [line for line in capfd.readouterr().out.splitlines() if ",exec,cpu,matmul," in line]
+    assert products and not any(",ref" in line for line in products), products
