@@ -239,6 +239,8 @@ class BlockMoves:
             if node.is_in_tree and node.host is None and self._tree.is_whole(groups):
                 self._tree.keep_copy(node, unit, groups)
                 self._counters.num_offloaded_blocks += groups.bit_count()
+                if self._has_store:
+                    self._host.queue_store(node)
             self._host.let_go(unit, node)
 
     def _store_some(self) -> bool:

@@ -10,6 +10,8 @@ from collections import deque
 from headrace.core.eviction import EvictionQueue
 from headrace.core.node import HostCopy, Node
 
+LEAST_QUEUED = 64
+
 
 class HostTier:
     """Units of host memory. The tree decides which nodes have one."""
@@ -30,6 +32,8 @@ class HostTier:
         )
         self._to_copy: deque[Node] = deque()
         self._to_store: deque[Node] = deque()
+        self._most_queued = LEAST_QUEUED
+        """Length at which `_to_copy` is rid of nodes that are not to be copied any more."""
 
     # Units
 
@@ -72,7 +76,6 @@ class HostTier:
         node.host = HostCopy(unit, groups)
         self.num_copies += 1
         self.num_clean += node.is_on_device and node.num_pins == 0
-        self._to_store.append(node)
 
     def drop(self, node: Node) -> None:
         """Forget the copy of `node`."""
@@ -95,6 +98,17 @@ class HostTier:
         if not node.is_queued and node.priority >= self.min_priority:
             node.is_queued = True
             self._to_copy.append(node)
+            if len(self._to_copy) >= self._most_queued:
+                for each in self._to_copy:
+                    each.is_queued = _is_to_copy(each)
+                self._to_copy = deque(each for each in self._to_copy if each.is_queued)
+                self._most_queued = 2 * len(self._to_copy) + LEAST_QUEUED
+
+    def queue_store(self, node: Node) -> None:
+        """Outside storage has not been given the copy of `node`."""
+        self._to_store.append(node)
+        if len(self._to_store) >= 2 * self.num_copies + LEAST_QUEUED:
+            self._to_store = deque(dict.fromkeys(each for each in self._to_store if _is_to_store(each)))
 
     @property
     def can_copy(self) -> bool:
@@ -106,8 +120,7 @@ class HostTier:
         while self._to_copy:
             node = self._to_copy.popleft()
             node.is_queued = False
-            is_unused = node.is_in_tree and node.is_on_device and node.num_pins == 0
-            if is_unused and node.host is None and node.stale_groups is None:
+            if _is_to_copy(node):
                 return node
         return None
 
@@ -115,7 +128,7 @@ class HostTier:
         """A node on the host that outside storage has not been given."""
         while self._to_store:
             node = self._to_store.popleft()
-            if node.host is not None and not node.host.is_stored:
+            if _is_to_store(node):
                 return node
         return None
 
@@ -135,3 +148,12 @@ class HostTier:
         for node in nodes:
             free_to_go = node.host is not None and node.host.unit not in self._busy and not node.num_host_children
             assert not free_to_go or node in may_go, "a copy that nobody needs is lost"
+
+
+def _is_to_copy(node: Node) -> bool:
+    is_unused = node.is_in_tree and node.is_on_device and node.num_pins == 0
+    return is_unused and node.host is None and node.stale_groups is None
+
+
+def _is_to_store(node: Node) -> bool:
+    return node.host is not None and not node.host.is_stored

@@ -139,3 +139,12 @@ def test_a_prefill_budget_over_a_whole_step_is_refused_not_cut() -> None:
     with pytest.raises(ConfigError, match=r"max_prefill_tokens \(600\) must not be above max_num_tokens \(512\)"):
         settle(CPU, max_num_tokens=512, scheduler_config={"max_prefill_tokens": 600})
     assert settle(GPU, max_num_tokens=512).max_prefill_tokens == 512
+
+
+def test_tiers_without_what_they_live_on_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"host_cache_size = 9 keeps blocks .*enable_block_reuse is off"):
+        settle(CPU, kv_cache_config={"host_cache_size": 9, "enable_block_reuse": False})
+    folder = {"connector": "folder", "path": "here", "max_bytes": 9}
+    with pytest.raises(ConfigError, match=r"kv_connector_config needs kv_cache_config\.host_cache_size"):
+        settle(CPU, kv_connector_config=folder)
+    settle(CPU, kv_connector_config=folder, kv_cache_config={"host_cache_size": 9})
